@@ -3,7 +3,7 @@
 #   docker build -t chargpt .
 #   docker run --rm -p 127.0.0.1:8000:8000 --read-only chargpt
 #
-# More, such as CUDA and other checkpoints: deploy/README.md
+# Without torch, which the native engine does not need. More, such as CUDA and other checkpoints: deploy/README.md
 ARG BASE=python:3.11-slim-bookworm
 FROM scratch AS checkpoint
 COPY service/checkpoints/tinyshakespeare /
@@ -22,26 +22,29 @@ RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
 FROM scratch AS native
 COPY --from=compiler /native /
 
-# What is installed, with hashes: deploy/image/cpu.txt or cuda.txt. PyTorch's index has the CPU build of torch, PyPI that
-# with CUDA; pip may take a file from either, as its hash decides.
+# What is installed, with hashes: deploy/image/cpu.txt, torch.txt or cuda.txt. PyTorch's index has the CPU build of torch,
+# PyPI that with CUDA; pip may take a file from either, as its hash decides.
 FROM ${BASE} AS dependencies
 ARG ACCELERATOR=cpu
 ARG TORCH_INDEX_URL
 COPY deploy/image/${ACCELERATOR}.txt /lock.txt
-# Torch's own tests and its headers for extensions take 190 MB, the tests of other packages 23. Of the 147 MB of bytecode
-# that pip would compile, the service loads 23, which the import below writes.
+# Torch's own tests and its headers for extensions take 190 MB, the tests of other packages 23. Of the bytecode that pip
+# would compile, 147 MB with torch, the service loads 23, which the import below writes. Nobody needs the packages'
+# commands.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
     export PIP_PYTHON=/venv/bin/python PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 \
- && if [ "$ACCELERATOR" = cpu ]; then index=${TORCH_INDEX_URL-https://download.pytorch.org/whl/cpu}; fi \
+ && if [ "$ACCELERATOR" = torch ]; then index=${TORCH_INDEX_URL-https://download.pytorch.org/whl/cpu}; fi \
  && python -m venv --without-pip /venv \
  && pip install --no-compile --no-deps --only-binary :all: --require-hashes \
     ${index:+--extra-index-url "$index"} -r /lock.txt \
  && pip check \
  && torch=/venv/lib/python3.11/site-packages/torch \
- && rm -rf "$torch/include" "$torch/test" \
- && find "$torch/bin" -type f ! -name torch_shm_manager -delete \
+ && if [ -d "$torch" ]; then \
+      rm -rf "$torch/include" "$torch/test"; find "$torch/bin" -type f ! -name torch_shm_manager -delete; fi \
  && find /venv/lib -type d -name tests -prune -exec rm -r {} + \
- && /venv/bin/python -c "import litserve, opentelemetry.exporter.otlp.proto.http.trace_exporter, pydantic_settings, torch"
+ && find /venv/bin -type f -delete \
+ && /venv/bin/python -c "import litserve, opentelemetry.exporter.otlp.proto.http.trace_exporter, pydantic_settings, safetensors" \
+ && if [ -d "$torch" ]; then /venv/bin/python -c "import torch"; fi
 
 FROM ${BASE} AS wheel
 WORKDIR /src
@@ -64,8 +67,13 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
  && mv /package/bin /scripts
 
 FROM ${BASE}
-RUN useradd --uid 10001 --no-create-home --home-dir /tmp chargpt
-# Two layers: a new version of the service transfers kilobytes, not torch.
+# Nothing in a container installs packages or becomes another user: no pip, and no program with the rights of its owner.
+RUN export PYTHONDONTWRITEBYTECODE=1 \
+ && useradd --uid 10001 --no-create-home --home-dir /tmp chargpt \
+ && pip uninstall --yes --root-user-action ignore --disable-pip-version-check setuptools wheel pip \
+ && rm -r "$(python -c 'import ensurepip; print(*ensurepip.__path__)')" \
+ && find / -xdev -type f -perm /6000 -exec chmod ug-s {} +
+# Two layers: a new version of the service transfers kilobytes, not its packages.
 COPY --from=dependencies /venv /venv
 COPY --from=package /package /venv/lib/python3.11/site-packages
 COPY --from=native / /venv/lib/python3.11/site-packages
@@ -73,7 +81,7 @@ COPY --from=package /scripts /venv/bin
 COPY --from=checkpoint / /checkpoint
 ENV PATH=/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    CHARGPT_HOST=0.0.0.0 \
+    CHARGPT_HOST=:: \
     CHARGPT_PORT=8000 \
     CHARGPT_CHECKPOINT=/checkpoint
 USER 10001
@@ -83,12 +91,10 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --start-interval=1s CMD ["python", "-Ic", \
   "import http.client as h, os, ssl, sys; e = os.environ; tls = {'context': ssl._create_unverified_context()} if e.get('CHARGPT_TLS_CERTIFICATE') else {}; c = (h.HTTPSConnection if tls else h.HTTPConnection)('127.0.0.1', e['CHARGPT_PORT'], timeout=4, **tls); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 ARG BASE
-ARG REVISION
 ARG VERSION=0.0
 LABEL org.opencontainers.image.title="chargpt" \
       org.opencontainers.image.description="HTTP service for character-level GPT checkpoints" \
       org.opencontainers.image.base.name="$BASE" \
-      org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.version="$VERSION"
 # Docker takes any signal for a stop, and does not restart the container after one, unless this is set: SIGHUP is none.
 STOPSIGNAL SIGTERM

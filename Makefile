@@ -122,9 +122,11 @@ rules: ## write what repeats of deploy/prometheus/rules.yml, and the PrometheusR
 
 # ARGS='--build-context wheels=DIR --build-arg TORCH_INDEX_URL=' takes torch from local wheels.
 ACCELERATOR ?= cpu
-image: $(VENV)/.installed-test ## build the image chargpt, with the version of the git tag; ACCELERATOR=cuda for NVIDIA GPUs
+image: $(VENV)/.installed-test ## build the image chargpt, with the version of the git tag; ACCELERATOR=torch, or cuda for NVIDIA GPUs
 	docker build --tag chargpt --build-arg ACCELERATOR=$(ACCELERATOR) \
-	  --build-arg VERSION="$$($(BIN)/python -m setuptools_scm)" --build-arg REVISION="$$(git rev-parse HEAD)" $(ARGS) .
+	  --build-arg VERSION="$$($(BIN)/python -m setuptools_scm)" \
+	  --label org.opencontainers.image.revision="$$(git rev-parse HEAD)" \
+	  --label org.opencontainers.image.created="$$(git show --no-patch --format=%cI)" $(ARGS) .
 
 lock: $(VENV)/.installed-dev ## renew the versions and hashes that the image installs: deploy/image/*.txt
 	$(BIN)/python deploy/image/lock.py

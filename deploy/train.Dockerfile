@@ -20,11 +20,17 @@ RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
 # hadolint ignore=DL3006
 FROM ${BASE}
 USER 0
-COPY deploy/image/train.txt /lock.txt
+COPY deploy/image/torch.txt deploy/image/train.txt /locks/
+ARG TORCH_INDEX_URL
+# The service's image has no pip: it is the compiler's. Nor has it torch, unless it is one with CUDA.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
-    PIP_PYTHON=/venv/bin/python PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    pip install --no-compile --no-deps --only-binary :all: --require-hashes -r /lock.txt \
- && pip check
+    --mount=type=bind,from=compiler,source=/usr/local/lib/python3.11/site-packages/pip,target=/pip/pip \
+    export PYTHONPATH=/pip PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 \
+ && index=${TORCH_INDEX_URL-https://download.pytorch.org/whl/cpu} \
+ && if ! python -c "import torch" 2>/dev/null; then set -- -r /locks/torch.txt; fi \
+ && python -m pip install --no-compile --no-deps --only-binary :all: --require-hashes \
+    ${index:+--extra-index-url "$index"} -r /locks/train.txt "$@" \
+ && python -m pip check
 COPY training /venv/lib/python3.11/site-packages/training
 COPY --from=compiler /native/training /venv/lib/python3.11/site-packages/training
 USER 10001

@@ -4,3 +4,13 @@ Imports: `model` needs torch, safetensors, numpy and msgspec; `engine` adds `wir
 LitServe; `http` never loads torch; `training` uses `model`, `engine` and `wire`; `service` never imports `training`.
 tests/test_imports.py enforces it.
 """
+
+
+def release(package: str = "chargpt") -> str:
+    """The version of an installed package; 0.0 of one that is not, as this program where it runs from its sources."""
+    from importlib import metadata  # which takes longer than the rest of this package
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "0.0"

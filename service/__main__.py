@@ -30,6 +30,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until Server.run
+    if sys.argv[1:] == ["--version"]:
+        from service import release
+
+        print(f"chargpt {release()}")
+        return 0
     from service.settings import read_settings
 
     return serve(read_settings())

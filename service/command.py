@@ -28,15 +28,21 @@ Train a character-level GPT on your own text and serve it over HTTP.
 commands:
 {chr(10).join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())}
 
-chargpt COMMAND --help lists the flags of a command."""
+chargpt COMMAND --help lists the flags of a command.
+chargpt --version prints the version."""
 
 
 def main() -> int:
-    """Exit status: 0 after --help, 1 if the command's package is not installed, 2 for an unknown command.
+    """Exit status: 0 after --help and --version, 1 if the command's package is not installed, 2 for an unknown command.
 
     Raises SystemExit: with the status of the command that ran.
     """
     name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name == "--version":
+        from service import release
+
+        print(f"chargpt {release()}")
+        return 0
     if name in ("-h", "--help"):
         print(HELP)
         return 0

@@ -40,22 +40,31 @@ def choose_accelerator(asked: str) -> str:
     if sys.platform == "darwin" or asked not in ("auto", "cuda"):
         return asked
     version, cuda = torch_build()
+    lacking = f"torch {version} is built without CUDA" if version else "torch is not installed"
     if asked == "cuda":
         if cuda is None:
-            raise BackendError(f"--accelerator cuda: torch {version} is built without CUDA")
+            raise BackendError(f"--accelerator cuda: {lacking}")
         return asked
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
         return "cpu"
     by_name = any(part.strip().startswith(("GPU-", "MIG-")) for part in (visible or "").split(","))
-    if not by_name and not check_cuda_with_nvidia_smi():  # which compares numbers alone
+    if not by_name and not count_gpus():  # which compares numbers alone
         if visible:
             logger.warning("CUDA_VISIBLE_DEVICES=%s names no GPU that nvidia-smi lists: serving on the CPU", visible)
         return "cpu"
     if cuda is None:
-        logger.warning("torch %s is built without CUDA: serving on the CPU although there is a GPU", version)
+        logger.warning("%s: serving on the CPU although there is a GPU", lacking)
         return "cpu"
     return "cuda"
+
+
+def count_gpus() -> int:
+    """GPUs that nvidia-smi and CUDA_VISIBLE_DEVICES give; 0 also where nvidia-smi cannot be run."""
+    try:
+        return check_cuda_with_nvidia_smi()
+    except OSError:  # a folder of PATH that may not be entered, as root's under sudo
+        return 0
 
 
 def check_devices(devices: int, accelerator: str) -> None:
@@ -67,16 +76,17 @@ def check_devices(devices: int, accelerator: str) -> None:
         raise BackendError(
             f"--devices {devices}: a CPU is one device; --workers-per-device starts several inference processes on it"
         )
-    gpus = check_cuda_with_nvidia_smi() if accelerator == "cuda" else 0
+    gpus = count_gpus() if accelerator == "cuda" else 0
     if 0 < gpus < devices:  # 0: named by UUID, which it does not count
         found = plural(gpus, "GPU")
         raise BackendError(f"--devices {devices}: nvidia-smi and CUDA_VISIBLE_DEVICES give {found}")
 
 
 def torch_build() -> tuple[str, str | None]:
-    """Versions of torch and of the CUDA it was built with, read from its own file without importing torch."""
+    """Versions of torch ("" without it) and of the CUDA it was built with, from its own file; does not import it."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    if spec is None or spec.origin is None:
+        return "", None
     build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     return build["__version__"], build["cuda"]
 

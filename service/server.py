@@ -448,9 +448,16 @@ def bind(host: str, port: int) -> socket.socket:
         reason = error.strerror if isinstance(error, OSError) else error
         raise BackendError(f"--host {host}: neither an IP address nor a name that has one: {reason}") from None
     family, kind, protocol, _, address = min(found, key=lambda it: it[0] != socket.AF_INET)
-    listener = socket.socket(family, kind, protocol)
+    try:
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        if host == "::":  # a kernel without IPv6
+            return bind("0.0.0.0", port)
+        raise BackendError(_cannot_listen(host, address, error)) from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        if host == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # net.ipv6.bindv6only may say otherwise
         listener.bind(address)
     except OSError as error:
         listener.close()

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 
 import pytest
 
@@ -54,6 +55,15 @@ def test_help_errors_and_exit_statuses_come_from_the_subcommand(module, argument
     assert message in printed and "Traceback" not in printed
 
 
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [(OURS, "--version"), (OURS, "serve --version"), ("service", "--version"), ("training", "--version")],
+)
+def test_every_command_tells_its_version(module, arguments):
+    done = run(*arguments.split(), module=module)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"chargpt {version('chargpt')}\n", "")
+
+
 @pytest.mark.parametrize("leftover", [False, True], ids=["absent", "empty folder"])
 def test_without_the_training_package_only_serve_works(tmp_path, leftover):
     """As in the container image."""
@@ -77,3 +87,4 @@ def test_without_the_training_package_only_serve_works(tmp_path, leftover):
     done = run_isolated("serve", "--port", "8001")
     assert (done.returncode, done.stdout) == (0, "['chargpt serve', '--port', '8001']\n")
     assert run_isolated("--help").returncode == 0
+    assert run_isolated("--version").stdout == "chargpt 0.0\n"  # not installed

@@ -60,9 +60,9 @@ def test_documented_service_flags_are_settings():
 
 # Flags of other programs that the documents use
 FOREIGN_FLAGS = """
-docker, compose and stacks: --build --build-arg --build-context --cpus --cpuset-cpus --gpus --image --ipc --memory
-  --no-recreate --pid --profile --publish --publish-add --read-only --replicas --restart --rm --scale --shm-size
-  --signal --wait
+docker, compose and stacks: --build --build-arg --build-context --cpus --cpuset-cpus --gpus --image --ipc --log-opt
+  --memory --no-recreate --pid --profile --publish --publish-add --read-only --replicas --restart --rm --scale
+  --shm-size --signal --volume --wait --wait-timeout
 torchrun: --master-addr --master-port --nnodes --node-rank --nproc-per-node
 load tools: --backend --tokenizer --data --constraint --url --model --endpoint-type --streaming --prompt-corpus
   --synthetic-input-tokens-mean --output-tokens-mean --concurrency --request-count --users --run-time

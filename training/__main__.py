@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from service import release
 from training.config import DATA_HELP, GLOB_HELP, PRESETS, Device, TrainConfig
 from training.messages import Refusal, program
 
@@ -59,6 +61,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser(show_all: bool = False) -> Parser:
     """show_all: also what the first screen of help leaves out."""
     parser = Parser(prog=program(), description="Train a character-level GPT on a text.")
+    parser.add_argument("--version", action="version", version=f"chargpt {release()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, help: str, module: str | None = None, is_common: bool = True) -> Parser:
@@ -216,6 +219,8 @@ def main() -> int:
     # Threads of GNU OpenMP spin while waiting, which slows a step when another program needs the core; this many
     # spins cost nothing otherwise (RECIPE.md). Read when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: an encoding may lack what a text has
     args = build_parser(HELP_ALL in sys.argv).parse_args()
     from service.model.checkpoint import CheckpointError
     from service.model.tokenizer import UnknownCharacterError

@@ -71,9 +71,15 @@ class DataError(Refusal):
 
 
 def cache_dir() -> Path:
-    """The folder of downloads and encoded corpora: $XDG_CACHE_HOME/chargpt, or ~/.cache/chargpt."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "chargpt"
+    """The folder of downloads and encoded corpora: $XDG_CACHE_HOME/chargpt, or ~/.cache/chargpt.
+
+    Raises:
+        DataError: this user has no home.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base and (home := os.path.expanduser("~")) == "~":
+        raise DataError("the user has no home folder for the cache of texts; set HOME or XDG_CACHE_HOME to a folder")
+    return Path(base or f"{home}/.cache") / "chargpt"
 
 
 def find_texts(data: Sequence[str], glob: Sequence[str] = (), notes: set[str] | None = None) -> list[Path]:

@@ -25,7 +25,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,6 +35,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from service import release
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
@@ -483,7 +483,7 @@ class Run:
             "seed": config.seed,
             **({"init_from": self.lineage} if self.lineage else {}),
             **({"teachers": self.teachers.lineage} if self.teachers else {}),
-            "versions": {name: version(name) for name in ("chargpt", "torch", "numpy", "safetensors")}
+            "versions": {name: release(name) for name in ("chargpt", "torch", "numpy", "safetensors")}
             | {"python": platform.python_version()},
             "machine": {**machine(self.device), **self.resolved, "processes": self.world.size},
             "command": shlex.join(["python", "-m", "training", *sys.argv[1:]]),

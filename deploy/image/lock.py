@@ -1,8 +1,9 @@
 """Renews the locks of the image, beside this file: make lock
 
-cpu.txt and cuda.txt hold what the image installs, build.txt what builds its wheel, train.txt what training adds to it:
-the newest versions that pyproject.toml allows, for Python 3.11 on x86-64 and arm64 with glibc 2.36, with the hashes of
-the wheels for those alone. cpu.txt and cuda.txt differ in torch and CUDA's packages alone.
+cpu.txt, torch.txt and cuda.txt hold what the image installs: without torch, with its CPU build, and with CUDA's.
+build.txt holds what builds its wheel, train.txt what training adds to an image with torch. All have the newest versions
+that pyproject.toml allows, for Python 3.11 on x86-64 and arm64 with glibc 2.36, with the hashes of the wheels for those
+alone. Where two of them have a package, they have the same version of it.
 
 PyPI's torch is the CUDA build. The CPU build's hashes come from the index of PyTorch (TORCH_INDEX_URL), which is asked
 only if the version changes. Those of 2.13.0 were not read there: x86-64's is that of the file that the tests install,
@@ -128,17 +129,20 @@ def cpu_torch(wanted: str, before: Lock, index: str) -> str:
 def main() -> int:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = pyproject["project"]
-    needed = [*project["dependencies"], *(each for extra in EXTRAS for each in project["optional-dependencies"][extra])]
-    path = FOLDER / "cpu.txt"
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *(each for extra in EXTRAS for each in extras[extra])]
+    path = FOLDER / "torch.txt"
     before = parse(path.read_text()) if path.exists() else {}
     try:
-        cuda = resolve(needed)
-        training = resolve([*needed, *project["optional-dependencies"]["training"]])
-        if differing := sorted(name for name in cuda if training.get(name) != cuda[name]):
-            raise LockError(f"training needs other versions of {', '.join(differing)}")
+        cpu, cuda = resolve(needed), resolve([*needed, *extras["torch"]])
+        training = resolve([*needed, *extras["training"]])
+        for smaller, larger, what in ((cpu, cuda, "torch"), (cuda, training, "training")):
+            if differing := sorted(name for name in smaller if larger.get(name) != smaller[name]):
+                raise LockError(f"{what} needs other versions of {', '.join(differing)}")
         torch = cpu_torch(version(cuda, "torch"), before, os.environ.get("TORCH_INDEX_URL") or INDEX)
         locks = {
-            "cpu": {name: lines for name, lines in cuda.items() if not CUDA_ONLY.match(name)} | {"torch": torch},
+            "cpu": cpu,
+            "torch": {name: lines for name, lines in cuda.items() if not CUDA_ONLY.match(name)} | {"torch": torch},
             "cuda": cuda,
             "train": {name: lines for name, lines in training.items() if name not in cuda},
             "build": resolve(pyproject["build-system"]["requires"]),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -185,6 +186,10 @@ def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
             raise ValueError(f"backend native runs on a cpu, got device {device}; choose auto, or the accelerator cpu")
         if reason := native.why_not():
             raise ValueError(f"backend native is not available: {reason}; choose torch or auto")
+    if backend in ("cuda", "torch") and find_spec("torch") is None:
+        reason = native.why_not()
+        instead = f"backend native is not available: {reason}; " if reason else ""
+        raise ValueError(f"{instead}backend {backend} needs torch, which is not installed: install the extra [torch]")
     if backend == "native" and dtype == "bfloat16" and dtype not in native.dtypes():
         raise ValueError(
             f"dtype must be auto or one of {', '.join(native.dtypes())} for backend native on this CPU, got bfloat16; "

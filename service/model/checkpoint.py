@@ -247,8 +247,8 @@ class Checkpoint:
             raise CheckpointError(f"{file}: the header must have at most {limit:,} bytes")
         try:
             found = dict(deserialize(data))
-        except SafetensorError as error:
-            raise CheckpointError(f"{file}: {error}") from None
+        except SafetensorError as error:  # which repeats the header's text as it is
+            raise CheckpointError(f"{file}: {_printable(str(error))}") from None
         del data
         parameters = layout(self.config)
         shapes = {name: shape for parts in parameters.values() for name, shape in parts.items()}
@@ -404,6 +404,11 @@ def _parse_tokenizer(path: Path, data: bytes, config: GPTConfig) -> CharTokenize
 def _max_header_bytes(config: GPTConfig) -> int:
     """Of model.safetensors: generous for names, types and metadata."""
     return (1 << 20) + 1024 * (3 + 11 * config.n_layer)
+
+
+def _printable(text: str) -> str:
+    """At most 300 characters, those that could steer a terminal as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:300])[:300]
 
 
 def _short(value: object) -> str:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as SampleExemplar
 from prometheus_client.samples import Sample
 
+from service import release
 from service.model.checkpoint import Checkpoint
 from service.observe import metrics
 from service.shared import REASONS, SharedState
@@ -130,8 +130,8 @@ class Exposition(Collector):
         yield _gauge("tls_certificate_expiry_timestamp_seconds", expiry, at)
 
     def _identity(self) -> Iterator[Metric]:
-        versions = {"version": version("chargpt"), "python": platform.python_version()}
-        versions |= {name: version(name) for name in ("torch", "litserve")}
+        versions = {"version": release(), "python": platform.python_version()}
+        versions |= {name: release(name) for name in ("torch", "litserve")}
         for name, help, labels in (
             ("build_info", "Always 1; software versions as labels", versions),
             ("engine_info", "Always 1; backend and dtype of the engine as labels", self.engine),

@@ -4,13 +4,27 @@ import datetime
 import json
 import os
 import re
+import shlex
+import subprocess
 import time
 
 import pytest
 import yaml
 
 from service.settings import Settings
-from tests.deploy.stack import DEPLOY, ROOT, SIZE, Load, answered_by, build, build_stand_ins, build_with, query, run
+from tests.deploy.stack import (
+    DEPLOY,
+    ROOT,
+    SIZE,
+    Load,
+    answered_by,
+    build,
+    build_stand_ins,
+    build_with,
+    query,
+    references,
+    run,
+)
 from tests.helpers import save_random, wait_until, web
 from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
@@ -28,8 +42,9 @@ class Stack:
 
     def __init__(self, engine, folder, checkpoint):
         self.engine, self.checkpoint = engine, checkpoint
-        images = build_stand_ins() | {"CHARGPT_IMAGE": build_with(checkpoint, "chargpt:test-compose")}
-        dockerfile = ["--file", DEPLOY / "train.Dockerfile", "--build-arg", f"BASE={images['CHARGPT_IMAGE']}"]
+        self.image = build_with(checkpoint, "chargpt:test-compose")
+        images = build_stand_ins() | {"CHARGPT_IMAGE": self.image}
+        dockerfile = ["--file", DEPLOY / "train.Dockerfile", "--build-arg", f"BASE={self.image}"]
         images["TRAIN_IMAGE"] = build("chargpt:test-train", ROOT, *dockerfile)
         ports = {name: str(free_port()) for name in ("HTTP_PORT", "PROMETHEUS_PORT", "ALERTMANAGER_PORT")}
         self.environment = os.environ | ports | images
@@ -38,6 +53,16 @@ class Stack:
 
     def compose(self, *words, **variables):
         return run("docker", "compose", "-p", PROJECT, *self.files, *words, env=self.environment | variables)
+
+    def documented(self, heading, replaced):
+        """Runs the commands that README.md has under a heading, on this project; whether they succeed."""
+        text = (DEPLOY / "README.md").read_text()
+        script = re.search(rf"^\*\*{heading}\*\* .*?^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+        here = shlex.join(["docker", "compose", "-p", PROJECT, *map(str, self.files)])
+        for old, new in (replaced | {"docker compose -f deploy/compose.yaml": here}).items():
+            assert old in script
+            script = script.replace(old, new)
+        return subprocess.run(["sh", "-c", script], env=self.environment, timeout=600).returncode == 0
 
     def containers(self, service):
         labels = [f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}"]
@@ -145,6 +170,8 @@ def test_the_volume_follows_the_image_but_keeps_what_came_from_elsewhere(tmp_pat
             environment = os.environ | {"CHARGPT_IMAGE": images[name]}
             run(*task, "--entrypoint", "sh", "checkpoints", "-euc", shell, env=environment)
             run(*task, "checkpoints", env=environment)
+            # The first image's container starts again, and places nothing.
+            run(*project, "up", "--no-recreate", "checkpoints", env=environment)
             shown = run(*task, "--entrypoint", "sh", "checkpoints", "-euc", look, env=environment)
             digest = re.search(r"^([0-9a-f]{64})\n10001$", shown, re.MULTILINE)[1]
             assert digests.get(digest) == found, shell
@@ -182,7 +209,7 @@ def test_events_of_a_stream_arrive_one_by_one(stack):
     assert number > 20
 
 
-def test_a_trained_checkpoint_is_served_after_sighup(stack, tmp_path):
+def test_checkpoints_trained_here_and_elsewhere_are_served_after_sighup(stack, tmp_path):
     text = tmp_path / "my.txt"
     text.write_text("".join(f"{number} sheep and {number + 1} wolves.\n" for number in range(2000)))
     text.chmod(0o644)
@@ -205,6 +232,17 @@ def test_a_trained_checkpoint_is_served_after_sighup(stack, tmp_path):
     assert load.failed() == []
     [text] = {answer["choices"][0]["text"] for answer in answers}
     assert len(text) == 40 and {answer["model"] for answer in answers} == {"sheep"}
+    body = {"model": "mine", "prompt": "Hello", "max_tokens": 40, "seed": 1}
+
+    def texts():
+        answers = [web.post(f"{stack.url}/generate", json=body) for _ in range(6)]
+        return {it.json()["choices"][0]["text"] if it.status_code == 200 else it.text for it in answers}
+
+    for seed in (2, 3):  # the second one takes the place of the first
+        mine = save_random(tmp_path / f"elsewhere-{seed}", seed=seed, **SIZE)
+        assert stack.documented("Place", {"$PWD/out/mine/best": str(mine.path)})
+        expected = {*references(mine.path, "Hello", (1,), 40)}
+        wait_until(lambda expected=expected: texts() == expected, 60, texts)
 
 
 def test_a_killed_replica_costs_only_its_requests_and_comes_back(stack):
@@ -225,16 +263,58 @@ def test_a_killed_replica_costs_only_its_requests_and_comes_back(stack):
 
 
 def test_replicas_restarted_one_by_one_lose_nothing(stack):
+    """One of them is down at first: it starts again before the other one is restarted."""
+    down, _ = stack.replicas()
+    run("docker", "kill", down.id)  # which ends Docker's restarts
+    wait_until(lambda: stack.are_up() == ["1"], 60)
     with stack.load() as load:
         load.wait_for(1)
-        for replica in stack.replicas():
-            run("docker", "restart", replica.id)  # SIGTERM, and the file's stop_grace_period
-            stack.compose("up", "--detach", "--wait", "--no-recreate", "chargpt")
+        assert stack.documented("Restart", {})
         load.wait_for(1)
     assert load.failed() == []
     stack.wait_until_both_serve()
     wait_until(lambda: stack.query("up") == ["1"] * 3, 60)  # haproxy is one
     wait_until(lambda: stack.query('haproxy_backend_http_responses_total{proxy="chargpt", code="2xx"} > 0'))
+
+
+def test_a_restart_one_by_one_stops_when_a_replica_does_not_come_back(stack):
+    """As every checkpoint is damaged: the other replica goes on with the copies that it has."""
+
+    def in_volume(command):
+        task = ["run", "--rm", "--no-TTY", "--workdir", "/checkpoints", "--entrypoint", "sh"]
+        stack.compose(*task, "checkpoints", "-euc", command)
+
+    begun = {replica.id: replica.attrs["State"]["StartedAt"] for replica in stack.replicas()}
+    in_volume("find . -name manifest.json -execdir mv {} kept.json ';'")
+    try:
+        with stack.load() as load:
+            load.wait_for(1)
+            assert not stack.documented("Restart", {"--wait-timeout 600": "--wait-timeout 20"})
+            load.wait_for(1)
+        assert load.failed() == []
+        goes_on = [it for it in stack.replicas() if it.attrs["State"]["StartedAt"] == begun[it.id]]
+        assert len(goes_on) == 1 and goes_on[0].health == "healthy"
+    finally:
+        in_volume("find . -name kept.json -execdir mv {} manifest.json ';'")
+    stack.wait_until_both_serve()  # Docker starts the other one again and again
+
+
+def test_a_new_image_rolls_out_with_its_checkpoint(stack, tmp_path):
+    """Without a failed request; afterwards each text is that of the new image's checkpoint."""
+    new = save_random(tmp_path / "new", seed=1, **SIZE)
+    image = build_with(new, "chargpt:test-compose-new")
+    before = {replica.id for replica in stack.replicas()}
+    with Load(stack.url, {"old": stack.checkpoint, "new": new}) as load:
+        load.wait_for(1)
+        assert {sent.checkpoint for sent in load.sent} == {"old"}
+        assert stack.documented("Roll out", {"compose build chargpt": f"docker tag {image} {stack.image}"})
+        sent_before = len(load.sent)
+        load.wait_for(3)  # more answers than there are clients
+    assert load.failed() == []
+    assert {sent.checkpoint for sent in load.sent[sent_before + load.clients :]} == {"new"}
+    assert len(stack.replicas()) == 2 and not before & {replica.id for replica in stack.replicas()}
+    stack.checkpoint = new
+    stack.wait_until_both_serve()
 
 
 def test_a_replica_that_hangs_is_left_out_and_its_alert_arrives(stack):

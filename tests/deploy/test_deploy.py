@@ -78,23 +78,25 @@ def read(name):
     return lock.parse((DEPLOY / "image" / f"{name}.txt").read_text())
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "build", "train"])
+@pytest.mark.parametrize("name", ["cpu", "torch", "cuda", "build", "train"])
 def test_a_lock_satisfies_pyproject(name):
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = pyproject["project"]["optional-dependencies"]
-    needed = {"build": pyproject["build-system"]["requires"], "train": extras["training"]}
     image = pyproject["project"]["dependencies"] + [each for extra in lock.EXTRAS for each in extras[extra]]
-    for requirement in map(Requirement, needed.get(name, image)):
-        version = lock.version(read(name), requirement.name)
+    needed = {"build": pyproject["build-system"]["requires"], "train": extras["training"], "cpu": image}
+    locked = read(name) | (read("torch") if name == "train" else {})
+    for requirement in map(Requirement, needed.get(name, image + extras["torch"])):
+        version = lock.version(locked, requirement.name)
         assert requirement.specifier.contains(version), f"{requirement}, locked {version}: run make lock"
 
 
 def test_the_locks_and_make_test_have_one_version_of_torch():
-    cpu, cuda = read("cpu"), read("cuda")
-    assert lock.version(cpu, "torch") == f"{lock.version(cuda, 'torch')}+cpu"
-    assert f"torch=={lock.version(cpu, 'torch')}" in MAKEFILE  # what make test installs
+    cpu, torch, cuda = read("cpu"), read("torch"), read("cuda")
+    assert lock.version(torch, "torch") == f"{lock.version(cuda, 'torch')}+cpu"
+    assert f"torch=={lock.version(torch, 'torch')}" in MAKEFILE  # what make test installs
     without_cuda = {name: it for name, it in cuda.items() if not lock.CUDA_ONLY.match(name)}
-    assert cpu | {"torch": ""} == without_cuda | {"torch": ""}
+    assert torch | {"torch": ""} == without_cuda | {"torch": ""}
+    assert cpu.items() < torch.items() and "torch" not in cpu
 
 
 def test_workflows_run_what_exists():

@@ -11,14 +11,15 @@ from service.settings import Settings
 from tests.deploy.stack import DEPLOY, ROOT, run
 from tests.toolbox.needs import program
 
-IMAGE_VOLUME, INGRESS = "# - ../../components/checkpoint-volume ", "# - ../../components/ingress "
+IMAGE_VOLUME, GATEWAY = "# - ../../components/checkpoint-volume ", "# - ../../components/gateway "
 VARIANTS = {  # what the comments of the overlays offer, as an edit of their text
     "as it is": ("- ../../base", "- ../../base"),
     "keda": ("../../components/hpa ", "../../components/keda "),
     "checkpoint-volume": (IMAGE_VOLUME, IMAGE_VOLUME.removeprefix("# ")),
     "checkpoint-init": (IMAGE_VOLUME, "- ../../components/checkpoint-init "),
-    "ingress": (INGRESS, INGRESS.removeprefix("# ")),
-    "inferencepool": (INGRESS, "- ../../components/inferencepool "),
+    "gateway": (GATEWAY, GATEWAY.removeprefix("# ")),
+    "inferencepool": (GATEWAY, "- ../../components/inferencepool "),
+    "ingress": (GATEWAY, "- ../../components/ingress "),
 }
 
 
@@ -105,18 +106,34 @@ def test_a_roll_out_an_eviction_and_a_load_have_what_they_need(k8s):
 def test_prometheus_and_the_ways_in_reach_the_pods_and_wait_longer_than_a_request(k8s):
     wait, port = float(k8s.settings["request_timeout_seconds"]), int(k8s.settings["port"])
     assert [each["containerPort"] for each in k8s.container["ports"]] == [port]
+    assert k8s.settings["host"] == "::"  # in a cluster of either family
     # The rules are about this job.
     assert k8s.by_kind["Service"]["metadata"]["labels"][k8s.spec("ServiceMonitor")["jobLabel"]] == "chargpt"
+    [rule] = k8s.spec("NetworkPolicy")["ingress"]
+    [peer] = [each for each in rule["from"] if "namespaceSelector" in each]
+    namespaces = {"monitoring"}
     if k8s.name == "ingress":
         annotations = k8s.by_kind["Ingress"]["metadata"]["annotations"]
         values = {key.rpartition("/")[2]: value for key, value in annotations.items()}
         assert values["proxy-buffering"] == "off" and float(values["proxy-read-timeout"]) > wait
         assert values["proxy-body-size"] == f"{Settings.model_fields['max_body_bytes'].default >> 20}m"
-    elif k8s.name == "inferencepool":
-        pool, [rule] = k8s.spec("InferencePool"), k8s.spec("HTTPRoute")["rules"]
+        namespaces.add("ingress-nginx")
+    elif k8s.name in ("gateway", "inferencepool"):
+        route = k8s.spec("HTTPRoute")
+        [rule], [gateway] = route["rules"], route["parentRefs"]
+        assert all(float(each.rstrip("s")) > wait for each in rule["timeouts"].values())
+        namespaces.add(gateway["namespace"])
+    if k8s.name == "inferencepool":
+        pool = k8s.spec("InferencePool")
         assert pool["selector"]["matchLabels"] == k8s.spec("Service")["selector"]
         assert pool["targetPorts"] == [{"number": port}] and k8s.settings["metrics_vllm_names"] == "true"
-        assert all(float(each.rstrip("s")) > wait for each in rule["timeouts"].values())
+    assert set(peer["namespaceSelector"]["matchExpressions"][0]["values"]) == namespaces
+
+
+def test_the_namespace_enforces_warns_of_and_audits_one_level_of_pod_security(k8s):
+    labels = k8s.by_kind["Namespace"]["metadata"]["labels"]
+    modes = ("enforce", "warn", "audit")
+    assert labels == {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in modes}
 
 
 def test_pods_run_as_the_images_user_with_the_gpus_and_the_checkpoint_that_they_name(k8s):

@@ -538,6 +538,8 @@ def pack(header, data):
         (lambda header, data: (2**63).to_bytes(8, "little") + pack(header, data)[8:], "the header must have at most "),
         (lambda header, data: pack(b"[" * 10_000, data), "Error while deserializing: "),
         (lambda header, data: pack(header | {"more": dict(header["lm_head.weight"])}, data), "Error while "),
+        (lambda header, data: pack(header | {"\x1b[2J\u202e\n" * 500: EMPTY | {"data_offsets": [1, 1]}}, data),
+         "Error while deserializing: invalid offset for tensor `\\x1b[2J\\u202e\\n\\x1b"),
         (lambda header, data: pack(header | {"more\n" * 500: EMPTY}, data), "missing or unknown tensors: 'more"),
         (lambda header, data: pack({"renamed": header.pop("lm_head.weight")} | header, data),
          "missing or unknown tensors: 'lm_head.weight', 'renamed'"),

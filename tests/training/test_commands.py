@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -374,6 +375,14 @@ def test_a_closed_pipe_ends_the_command_silently(checkpoint):
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(timeout=60) == 141
+
+
+def test_an_encoding_that_lacks_a_character_gets_its_escape(tmp_path):
+    save_random(tmp_path, "ä→\n")
+    command = [sys.executable, "-m", "training", "sample", "--checkpoint", tmp_path, "--max-tokens", "50"]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "latin-1"}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.decode("latin-1").replace("\\u2192", "→")) <= set("ä→\n") and b"\\u2192" in done.stdout
 
 
 # report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import random
 import re
 import subprocess
@@ -119,6 +120,15 @@ def test_unusable_data_is_refused(tmp_path, monkeypatch):
     (tmp_path / "tinyshakespeare.txt").write_text("something else")
     monkeypatch.setenv("CHARGPT_DATA_DIR", str(tmp_path))
     assert "is not tinyshakespeare: SHA-256" in refused("tinyshakespeare")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    """As in a container that runs as a number which /etc/passwd does not have."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(DataError, match="set HOME or XDG_CACHE_HOME to a folder"):
+        prepare("tinyshakespeare")
 
 
 def test_the_download_is_cached(tmp_path, monkeypatch):

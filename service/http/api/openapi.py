@@ -22,6 +22,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from service import release
 from service.http.api import bodies as b
 from service.http.api.answers import AttentionAnswer
 from service.http.api.errors import Error
@@ -188,7 +189,7 @@ def build_document(
             "title": settings.model_name,
             "summary": "A character-level GPT",
             "description": DESCRIPTION.format(vocabulary=vocabulary, unknown=MAX_UNKNOWN_FIELDS),
-            "version": version("chargpt"),
+            "version": release(),
         },
         "servers": [{"url": settings.root_path or "/"}],
         "tags": [{"name": name, "description": description} for name, description in TAGS.items()],
@@ -429,13 +430,13 @@ def documentation(settings: Settings, document: dict[str, Any]) -> dict[str, Fil
 
     The page's links are relative, so that any prefix works.
     """
-    release = version("fastapi-swagger")
+    swagger = version("fastapi-swagger")
     page = get_swagger_ui_html(
         openapi_url="openapi.json",
         title=f"{settings.model_name}: API",
-        swagger_js_url=f"docs/assets/swagger-ui-bundle.js?{release}",
-        swagger_css_url=f"docs/assets/swagger-ui.css?{release}",
-        swagger_favicon_url=f"docs/assets/favicon-32x32.png?{release}",
+        swagger_js_url=f"docs/assets/swagger-ui-bundle.js?{swagger}",
+        swagger_css_url=f"docs/assets/swagger-ui.css?{swagger}",
+        swagger_favicon_url=f"docs/assets/favicon-32x32.png?{swagger}",
         swagger_ui_parameters={"validatorUrl": None, "tryItOutEnabled": True, "displayRequestDuration": True},
     )
     fresh = {"Cache-Control": "no-cache"}  # the next start may have other settings

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
+from service import release
 from service.http.answering.json_parts import HOLE, MAX_NUMBERS, filled, list_parts, sliced
 from service.http.answering.pause import Pause
 from service.http.answering.stream import send_json
@@ -115,7 +115,7 @@ def info(service: Service, request: Request) -> None:
             service.backend,
             service.dtype,
             service.devices,
-            {name: version(name) for name in ("chargpt", "torch", "litserve")},
+            {name: release(name) for name in ("chargpt", "torch", "litserve")},
         ),
     )
 
