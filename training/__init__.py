@@ -14,6 +14,7 @@ The modules, in the order a run uses them:
     finetune.py     the start from another checkpoint's weights
     distill.py      the predictions of teachers
     fused.py, .cpp  the model's forward and backward, hand-written for CPUs
+    selfcheck.py    whether fused.py, the checkpoints and the service still fit gpt.py
     optim.py        Muon for the hidden matrices, AdamW for the rest, and their schedules
     loop.py         the training loop: steps, evaluations, saves, signals, the final report
     evaluate.py     windowed and streamed losses, baselines

@@ -37,6 +37,7 @@ GLOB_HELP = "of a folder, take only the files whose names match one of these: '*
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Weights = Literal["float32", "float16"]
+Fused = Literal["auto", "false"]
 
 
 # The settings that a run takes over from the checkpoint it starts from: those of GPTConfig except vocab_size and
@@ -116,10 +117,17 @@ class TrainConfig:
 
     # the machine
     device: Device = option("auto", "auto: cuda, else mps, else cpu")
-    dtype: Dtype = option("auto", "dtype of matrix products; auto: on a CPU what a probe finds faster, on CUDA bf16")
+    dtype: Dtype = option(
+        "auto",
+        "dtype of matrix products; auto: bfloat16 on a GPU, and on a CPU that multiplies it from n_embd 128 on, else "
+        "float32",
+    )
     threads: int = option(0, "CPU threads of a process; 0: OMP_NUM_THREADS, else one per core", (0, 4096))
     accumulate: int = option(
         1, "gradient accumulation: micro-batches per process and step, to save memory", SMALL_COUNT
+    )
+    fused: Fused = expert(
+        "auto", "auto: on a CPU a hand-written step, where it computes GPT.forward of gpt.py; false: through autograd"
     )
     compile: bool = expert(False, "torch.compile the model, up to a minute for each size of window; not for cpu")
 

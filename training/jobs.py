@@ -29,6 +29,7 @@ from training.inputs import find_checkpoint
 from training.loop import DivergedError, InterruptedRun, Run
 from training.messages import plural, say
 from training.recipe import SETTINGS, explanation, fitted
+from training.selfcheck import refuse_other_weights
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings
 
@@ -121,9 +122,9 @@ def _new_run(
     config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate, longest)
     if changes:
         say(console, explanation(corpus, changes))
-    config.model_config(tokenizer.vocab_size)  # refuses an impossible shape
+    refuse_other_weights(config.model_config(tokenizer.vocab_size))  # and an impossible shape
     sampler_of(corpus, config.block_size, config.seed)  # refuses a text that is too short for it
-    resolved = resolve_auto(config, tokenizer.vocab_size, world.size)
+    resolved = resolve_auto(config, world.size)
     if config.teachers:
         Teachers(replace(config, **resolved), tokenizer)
     for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):

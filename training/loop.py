@@ -58,11 +58,13 @@ from training.distill import Teachers
 from training.distributed import World
 from training.evaluate import BATCH_CHARS, baselines, beginning, piece_loss, split_losses
 from training.finetune import Origin
+from training.fused import FusedForward
 from training.log import RunLog
 from training.messages import Refusal, duration, plural, resume_command, say
 from training.optim import FlatGradients, Optimizers, lr_scale
 from training.sample import beginning_of_record, sample_texts
 from training.saving import save_checkpoint
+from training.selfcheck import NOT_SERVABLE, first_difference, is_servable
 from training.speed import flops_per_character, matmul_peak
 from training.state import Progress, ResumeError, Saved, pack
 
@@ -178,7 +180,7 @@ class Run:
             for line in size_check(self.corpus, self.model.config.num_parameters, bool(self.teachers)):
                 say(console, line)
         warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.config.num_parameters)
-        self.world.all_reduce_(torch.zeros(1))  # barrier: the first save replaces files that every process reads
+        self.check_forward(console)
         view = ProgressView(console, config)
         with self.storage_errors(), contextlib.ExitStack() as stack, catch_signals() as self.received, view:
             if self.world.is_main:
@@ -213,6 +215,22 @@ class Run:
                         draw_curves(self.out)
                     raise self.interrupted(self.stopped)
             self.finish(console)
+
+    def check_forward(self, console: Console) -> None:
+        """Go through autograd where the fast forward does not compute GPT.forward; a line says so."""
+        config, model, difference = self.config, self.model.config, None
+        if isinstance(self.forward, FusedForward):
+            rows = min(config.batch_size, max(1, config.tokens_per_step // config.block_size // self.world.size))
+            difference = first_difference(model, self.forward.dtype, rows)
+        # Also a barrier: the first save replaces files that every process reads.
+        if self.world.all_reduce_(torch.tensor([float(difference is not None)])).item():
+            self.forward = self.model
+            if self.teachers:
+                self.teachers.use_autograd()
+        if difference:
+            say(console, f"gpt.py has changed: {difference}")
+        if self.world.is_main and not is_servable(model):
+            say(console, NOT_SERVABLE)
 
     def interrupted(self, number: int) -> InterruptedRun:
         """By a signal, after a save."""

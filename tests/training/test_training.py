@@ -32,6 +32,7 @@ from tests.training.runs import SHAPE, STEPS, TEXT, crash, events, flags, resume
 from training import jobs
 from training.config import ConfigError, TrainConfig
 from training.data import prepare, record_pieces, sampler_of
+from training.device import suitable_dtype
 from training.evaluate import baselines, piece_loss, split_losses, streamed_loss, whole_loss
 from training.loop import DivergedError, Run
 from training.recipe import SETTINGS, fitted
@@ -156,6 +157,36 @@ def test_equal_seeds_give_equal_bytes_and_different_seeds_do_not(uninterrupted, 
     assert events(tmp_path / "same") == events(uninterrupted)
     start(tiny(tmp_path, dtype="float32", seed=1), tmp_path / "other")
     assert weights(tmp_path / "other") != weights(uninterrupted)
+
+
+def test_a_command_repeats_its_bytes_also_while_the_machine_is_busy(tmp_path):
+    """The dtype "auto" was once what a clock found faster: six runs, two results."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        shape = {"n_embd": 128, "n_head": 4, "n_kv_head": 2, "block_size": 64, "dropout": 0.0, "threads": 2}
+        config = tiny(tmp_path, **shape, steps=6, eval_every=6, sample_chars=0)
+        for number in range(4):
+            start(config, tmp_path / str(number))
+            assert weights(tmp_path / str(number)) == weights(tmp_path / "0")
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "expected"),
+    [
+        ({"avx512_bf16"}, {}, "bfloat16"),
+        ({"avx512_bf16"}, {"n_embd": 64}, "float32"),
+        ({"avx512_bf16"}, {"fused": "false"}, "float32"),
+        ({"avx512_bf16"}, {"fused": "false", "n_embd": 256}, "bfloat16"),
+        ({"avx512f"}, {}, "float32"),
+        ({"avx512_bf16"}, {"device": "mps"}, "float32"),
+    ],
+)
+def test_the_dtype_is_that_of_features_and_settings(flags, fields, expected):
+    assert suitable_dtype(TrainConfig(**{"device": "cpu", **fields}), flags) == expected
 
 
 @pytest.mark.parametrize(("stop_at", "dtype"), [(8, "float32"), (23, "float32"), (13, "bfloat16")])
