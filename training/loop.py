@@ -347,6 +347,8 @@ class Run:
         progress.position = self.sampler.position
         progress.loss_sum += value
         progress.loss_steps += 1
+        progress.interval_loss_sum += value
+        progress.interval_steps += 1
         progress.cpu_seconds += cpu_seconds
         self.cpu_seconds = time.process_time() - started
         return value
@@ -388,6 +390,9 @@ class Run:
             raise self.diverged(progress.step - 1, f"validation loss {val_loss}")
         progress.evaluated_step = progress.step
         record = {"event": "evaluation", "step": progress.step, "val_loss": val_loss}
+        if steps := progress.interval_steps:
+            record |= {"mean_train_loss": progress.interval_loss_sum / steps, "mean_of_steps": steps}
+            progress.interval_loss_sum, progress.interval_steps = 0.0, 0
         if self.config.sample_chars and self.world.is_main:
             tokenizer = self.corpus.tokenizer
             prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]

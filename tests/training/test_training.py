@@ -163,9 +163,9 @@ def test_a_command_repeats_its_bytes_also_while_the_machine_is_busy(tmp_path):
     """The dtype "auto" was once what a clock found faster: six runs, two results."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
-        shape = {"n_embd": 128, "n_head": 4, "n_kv_head": 2, "block_size": 64, "dropout": 0.0, "threads": 2}
+        shape = {"n_embd": 128, "n_head": 4, "n_kv_head": 2, "block_size": 64, "dropout": 0.0}
         config = tiny(tmp_path, **shape, steps=6, eval_every=6, sample_chars=0)
-        for number in range(4):
+        for number in range(3):
             start(config, tmp_path / str(number))
             assert weights(tmp_path / str(number)) == weights(tmp_path / "0")
     finally:
@@ -584,6 +584,29 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path):
     assert finished in console.export_text()
     with pytest.raises(ResumeError, match="pass a larger --patience too"):
         resume(tmp_path / "3", {"steps": 500})
+
+
+def test_an_evaluation_has_the_mean_loss_of_the_steps_since_the_one_before(tmp_path, monkeypatch):
+    """Also where evaluations are more frequent than lines of the log, which once hid overfitting; and when resumed."""
+    losses, step = [], Run.step
+
+    def see(run):
+        losses.append(step(run))
+        return losses[-1]
+
+    monkeypatch.setattr(Run, "step", see)
+    fields = {"steps": 100, "eval_every": 4, "log_every": 100, "muon_lr": 0.1, "dropout": 0.0, "sample_chars": 0}
+    config = tiny(tmp_path, dtype="float32", **fields)
+    (tmp_path / "text.txt").write_text("".join(random.Random(0).choices("abcdefghij", k=300)))
+    start(config, tmp_path / "out", console := Console(record=True, width=200))
+    found = [r["mean_train_loss"] for r in events(tmp_path / "out") if r["event"] == "evaluation"]
+    assert found == pytest.approx([sum(losses[i : i + 4]) / 4 for i in range(0, 100, 4)])
+    assert f"  train {found[1]:.4f} in 4 steps  val " in console.export_text(clear=False)
+    assert "overfitting: since step" in console.export_text()
+    with crash(10):
+        start(config, tmp_path / "resumed")
+    resume(tmp_path / "resumed")
+    assert events(tmp_path / "resumed") == events(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
