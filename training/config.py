@@ -104,7 +104,10 @@ class TrainConfig:
     # evaluation, logs and checkpoints
     eval_every: int = option(700, "steps between evaluations", COUNT)
     eval_chars: int = expert(1_000_000, "validation characters per evaluation, 0: all", (0, 10**12))
-    score_chars: int = expert(0, "validation characters that the final report scores, 0: all", (0, 10**12))
+    score_chars: str = expert(
+        "auto",
+        "validation characters that the final report scores, or all; auto: what takes a tenth of training's time",
+    )
     patience: int = option(0, "stop after this many evaluations without a new best; 0: never", COUNT_OR_NONE)
     log_every: int = expert(10, "steps between log lines", COUNT)
     save_seconds: float = option(
@@ -144,6 +147,9 @@ class TrainConfig:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}")
+        object.__setattr__(self, "score_chars", "all" if str(self.score_chars) == "0" else str(self.score_chars))
+        if self.score_chars not in ("auto", "all") and not (self.score_chars.isdecimal() and int(self.score_chars) > 0):
+            raise ConfigError(f"score_chars must be auto, all or a number of at least 1, got {self.score_chars!r}")
         if self.extend_vocabulary and self.init_from is None:
             raise ConfigError("extend_vocabulary needs a checkpoint to extend; set init_from too")
         # Refused here, before an earlier run is replaced.

@@ -597,10 +597,9 @@ def _places_of(ids: np.ndarray, id: int) -> np.ndarray:
 
 
 def unseen_records(ids: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """The split `ids` without the records that the split `train` has too."""
+    """Of each record of the split `ids`, whether the split `train` is without it: (records,) bool."""
     known = {hash(record) for record in _records(train)}  # two in 2⁶⁴ collide
-    is_unseen = [hash(record) not in known for record in _records(ids)]
-    return ids[np.concatenate(([True], np.repeat(is_unseen, record_pieces(ids, len(ids))[1])))]
+    return np.array([hash(record) not in known for record in _records(ids)])
 
 
 def _records(ids: np.ndarray) -> Iterator[bytes]:

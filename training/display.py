@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from training.config import TrainConfig
-from training.evaluate import bits
+from training.evaluate import Scores, bits
 from training.log import read_log
 from training.messages import plural, say
 from training.state import Progress
@@ -130,15 +130,22 @@ def print_report(
     losses: dict[str, float],
     speed: dict[str, float],
     out: Path,
-    scored_characters: int,
+    scores: Scores,
     val_characters: int,
 ) -> None:
     """The losses of the best weights beside the baselines, overfitting, speed, and the paths of the results."""
-    part = f", first {plural(scored_characters, 'character')}" if scored_characters < val_characters else ""
-    table = Table("", f"loss per character, validation split{part}", "nats", "bits")
+    table = Table("", "loss per character, validation split", "nats", "bits")
     for name in filter(losses.__contains__, LOSSES):
-        table.add_row(name, LOSSES[name], f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
+        is_sampled = name in scores.losses and scores.standard_error is not None
+        error = f" ± {scores.standard_error:.4f}" if is_sampled else ""
+        table.add_row(name, LOSSES[name], f"{losses[name]:.4f}{error}", f"{bits(losses[name]):.4f}")
     console.print(table)
+    if scores.standard_error is not None:
+        say(
+            console,
+            f"this model was scored on a sample: {scores.characters:,} of {plural(val_characters, 'character')}; ±: "
+            "standard error. --score-chars all scores the rest",
+        )
     if warning := verdict(losses):
         say(console, warning)
     records = read_log(out)

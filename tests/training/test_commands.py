@@ -17,7 +17,7 @@ from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import events, flags
 from training.data import prepare
-from training.evaluate import beginning, streamed_loss, whole_loss
+from training.evaluate import streamed_loss, whole_loss
 from training.messages import unescaped
 from training.saving import save_checkpoint
 
@@ -113,7 +113,7 @@ def test_a_run_says_what_to_expect_and_how_it_went(text, tmp_path, capsys):
     output = capsys.readouterr().err
     parameters = Checkpoint.read(out / "best").load_model().config.num_parameters
     assert f"size: {parameters} parameters for 648 characters to train on" in output
-    seconds = r"about \d+ s to the end: \d+ s of training, \d+ s of scoring 72 validation characters twice\n"
+    seconds = r"about \d+ s to the end: \d+ s of training, \d+ s of scoring 72 validation characters\n"
     assert re.search(seconds, output)
     assert "overlap: 100% of the validation split's 50-grams" in output  # as the text repeats two lines
     assert "for a text with 648 characters to train on: --weight-decay 0.2 --eval-every 2; each can be set" in output
@@ -328,17 +328,6 @@ def test_no_record_is_empty(tmp_path, output_of):
     assert len(records) == 200 and "" not in records
     assert "\n" in output_of(*command, "--stop", "Z")
     assert "Al" in output_of(*command, "--prompt", "Al").splitlines()
-
-
-@pytest.mark.parametrize(
-    ("count", "scored", "of_records"), [(0, 10, 10), (100, 10, 10), (9, 9, 6), (3, 3, 3), (1, 2, 3)]
-)
-def test_the_final_scoring_can_be_bounded(count, scored, of_records):
-    """Of records to whole ones."""
-    records = np.array([0, 1, 0, 1, 1, 0, 1, 1, 1, 0])
-    assert len(beginning(records, count, records=False)) == scored
-    kept = beginning(records, count, records=True)
-    assert kept[-1] == 0 and len(kept) == of_records
 
 
 def test_records_that_were_shuffled_otherwise_are_not_scored(tmp_path, output_of, error_of):

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from training.config import TrainConfig
 from training.display import ProgressView, curves, print_report, show_forwards
+from training.evaluate import Scores
 from training.log import read_log
 from training.state import Progress
 
@@ -25,14 +26,14 @@ def write_log(out, train, val):
     return records
 
 
-def report(out, steps, losses=LOSSES, scored=5000, **changes):
+def report(out, steps, losses=LOSSES, scored=5000, error=None, **changes):
     val = {r["step"]: r["val_loss"] for r in read_log(out) if r["event"] == "evaluation"}
     best = min(val, key=val.get)
     progress = Progress(step=max(val), best_step=best, best_val_loss=val[best], elapsed_seconds=1.0)
     speed = {"characters_per_second": 1e4, "matmul_peak_flops": 1e11, "peak_share": 0.5}
     console = Console(record=True, width=300)
     config = TrainConfig(steps=steps, eval_every=10, **changes)
-    print_report(console, config, progress, losses, speed, out, scored, 5000)
+    print_report(console, config, progress, losses, speed, out, Scores(losses, scored, error), 5000)
     return console.export_text()
 
 
@@ -45,7 +46,11 @@ def test_the_report_has_the_training_loss_of_each_evaluation(tmp_path):
     assert "validation loss, in auto " in output
     assert "validation loss, first 4,999 characters, in auto " in report(tmp_path, steps=20, eval_chars=4999)
     assert "loss per character, validation split " in output
-    assert "loss per character, validation split, first 999 characters " in report(tmp_path, steps=20, scored=999)
+    assert "│ whole    │ this model, in windows " in report(tmp_path, steps=20) and "±" not in report(
+        tmp_path, steps=20
+    )
+    sampled = report(tmp_path, steps=20, scored=999, error=0.0123)
+    assert "2.0000 ± 0.0123 " in sampled and "on a sample: 999 of 5,000 characters; ±: standard error" in sampled
 
 
 def test_scoring_says_how_far_it_is_and_what_is_left(monkeypatch):

@@ -29,11 +29,19 @@ from service.model.gpt import GPT
 from tests.helpers import call, random_model
 from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, crash, events, flags, resume, start, tiny, weights
-from training import jobs
+from training import jobs, loop
 from training.config import ConfigError, TrainConfig
-from training.data import prepare, record_pieces, sampler_of
+from training.data import prepare, record_pieces, sampler_of, window_pieces
 from training.device import suitable_dtype
-from training.evaluate import baselines, piece_loss, split_losses, streamed_loss, whole_loss
+from training.evaluate import (
+    baselines,
+    piece_loss,
+    sampled_scores,
+    split_losses,
+    streamed_loss,
+    stretches,
+    whole_loss,
+)
 from training.loop import DivergedError, Run
 from training.recipe import SETTINGS, fitted
 from training.state import ResumeError, Saved
@@ -98,6 +106,62 @@ def test_streamed_loss_equals_one_banded_forward(characters, monkeypatch):
     assert piece_loss(model, ids, *whole_piece, scored.append) == pytest.approx(expected, rel=1e-6)
     assert sum(scored) == characters - 1
     assert len(scored) > 1 or characters < 137  # a long piece, too, takes several forwards
+
+
+def test_a_sample_of_a_text_scores_stretches_with_the_context_of_the_whole(monkeypatch):
+    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 40)
+    model, ids = some_model(), np.random.default_rng(3).integers(0, 7, 400).astype(np.uint8)
+    scores = sampled_scores(model, ids, 100, records=False)
+    places = stretches(400, 100, model.config.block_size)
+    assert places == [(0, 26), (124, 150), (249, 275), (374, 400)] and scores.characters == 100
+    whole = [piece_loss(model, ids[first:end], *window_pieces(ids[first:end], 6)) for first, end in places]
+    assert scores.losses["whole"] == pytest.approx(np.mean(whole), rel=1e-6)
+    assert scores.standard_error == pytest.approx(np.std(whole, ddof=1) / 2, rel=1e-6)
+    each = []
+    for first, end in places:  # by one banded forward, a window of context before all but the first
+        seen = torch.from_numpy(ids[max(0, first - 6) : end].astype(np.int64))
+        each.append(F.cross_entropy(model(seen[None, :-1])[0][-25:], seen[-25:]).item())
+    assert scores.losses["streamed"] == pytest.approx(np.mean(each), rel=1e-6)
+    everything = sampled_scores(model, ids, 399, records=False)
+    assert everything.standard_error is None and everything.losses == split_losses(model, ids, records=False)
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 21, 98, 99, 100])
+def test_stretches_are_apart_and_within_the_text(count):
+    places = stretches(100, count, 4)
+    starts, ends = zip(*places, strict=True)
+    assert starts[0] == 0 and ends[-1] <= 100
+    assert all(end <= start + 1 for end, start in zip(ends, starts[1:], strict=False))
+    scored = sum(ends) - sum(starts) - len(places)
+    assert count - len(places) < scored <= count or scored == 99
+
+
+def test_records_that_fit_the_window_are_scored_once():
+    model = some_model()
+    ids = np.array([0] + [id for n in range(300) for id in (*([1 + n % 6] * (1 + n % 5)), 0)], np.uint8)
+    scored = []
+    scores = sampled_scores(model, ids, len(ids), True, ids[:90], scored.append)
+    assert sum(scored) == len(ids) - 1 and scores.losses["whole"] == scores.losses["streamed"]
+    sample = sampled_scores(model, ids, 100, records=True)
+    assert 90 < sample.characters <= 100 and 0 < sample.standard_error < 0.5
+    assert sample.losses["whole"] == pytest.approx(scores.losses["whole"], abs=4 * sample.standard_error)
+    model.config = replace(model.config, block_size=3)
+    cut = sampled_scores(model, ids, len(ids), records=True).losses
+    assert cut["whole"] != cut["streamed"]
+
+
+def test_scoring_is_bounded_by_the_training(tmp_path, monkeypatch):
+    """It once took four minutes after 24 s."""
+    monkeypatch.setattr(loop, "MIN_SCORED", 30)
+    config, outs = tiny(tmp_path), [tmp_path / name for name in ("auto", "all", "number")]
+    for out, fields in zip(outs, ({}, {"score_chars": "all"}, {"score_chars": "100"}), strict=True):
+        start(replace(config, **fields), out)
+    auto, everything, number = (Checkpoint.read(out / "best").training for out in outs)
+    assert auto["scored_characters"] == 24 * 32 // 16 and auto["standard_error"] > 0
+    assert everything["scored_characters"] == everything["data"]["val_characters"] - 1
+    assert "standard_error" not in everything and number["scored_characters"] == 99  # 3 · 33
+    with pytest.raises(ConfigError, match="score_chars must be auto, all or a number of at least 1, got 'some'"):
+        replace(config, score_chars="some")
 
 
 @pytest.mark.parametrize("longest", [None, 6, 2])
