@@ -57,8 +57,10 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
     if not args.resume:
         if "init_from" in given:
             given = checkpoint_shape(given["init_from"]) | {"window_stages": 1} | given  # it has seen whole windows
+        preset = TrainConfig.from_preset(args.preset or "cpu")
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
-        start(config, args.out, console, overwrite=args.overwrite, adaptable=SETTINGS - given.keys())
+        adaptable = SETTINGS - given.keys()
+        start(config, args.out, console, overwrite=args.overwrite, adaptable=adaptable, preset=preset)
         return
     data = given.pop("data", None)
     if args.preset:
@@ -71,11 +73,17 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def start(
-    config: TrainConfig, out: Path, console: Console, *, overwrite: bool = False, adaptable: Set[str] = frozenset()
+    config: TrainConfig,
+    out: Path,
+    console: Console,
+    *,
+    overwrite: bool = False,
+    adaptable: Set[str] = frozenset(),
+    preset: TrainConfig | None = None,
 ) -> None:
     """Train a new run in `out` to its end.
 
-    adaptable: the settings that the text may change.
+    adaptable: the settings that the text may change. preset: the config before the user's settings.
 
     Raises:
         ResumeError: `out` is not empty and `overwrite` is false.
@@ -85,7 +93,7 @@ def start(
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be created: {error.strerror}") from None
     with joined(out) as world:
-        decided = world.from_main(lambda: _new_run(config, out, console, overwrite, adaptable, world))
+        decided = world.from_main(lambda: _new_run(config, out, console, overwrite, adaptable, preset, world))
         if decided is None:
             return
         config, resolved = decided
@@ -97,7 +105,13 @@ def start(
 
 
 def _new_run(
-    config: TrainConfig, out: Path, console: Console, overwrite: bool, adaptable: Set[str], world: World
+    config: TrainConfig,
+    out: Path,
+    console: Console,
+    overwrite: bool,
+    adaptable: Set[str],
+    preset: TrainConfig | None,
+    world: World,
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """The settings for this text and this machine: all that is refused, is refused before an earlier run is removed."""
     existing = sorted(path.name for path in out.iterdir())
@@ -119,7 +133,7 @@ def _new_run(
         say(console, describe_origin(config, origin))
         tokenizer = origin.tokenizer
     longest = min((Checkpoint.read(path).config.block_size for path in config.teachers), default=None)
-    config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate, longest)
+    config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate, longest, preset)
     if changes:
         say(console, explanation(corpus, changes))
     refuse_other_weights(config.model_config(tokenizer.vocab_size))  # and an impossible shape

@@ -109,14 +109,19 @@ def test_a_folder_is_trained_on_by_its_texts_that_match(text, tmp_path, capsys):
 def test_a_run_says_what_to_expect_and_how_it_went(text, tmp_path, capsys):
     """The size of the text before, the verdict after; a short run is evaluated often."""
     out = tmp_path / "out"
-    assert call(["train", "--data", text, "--out", out, *TINY, "--steps", 16, "--muon-lr", 0, "--adamw-lr", 0]) == 0
+    assert (
+        call(["train", "--data", text, "--out", out, *TINY, *flags(steps=16, muon_lr=0, adamw_lr=0, patience=0)]) == 0
+    )
     output = capsys.readouterr().err
     parameters = Checkpoint.read(out / "best").load_model().config.num_parameters
     assert f"size: {parameters} parameters for 648 characters to train on" in output
     seconds = r"about \d+ s to the end: \d+ s of training, \d+ s of scoring 72 validation characters\n"
     assert re.search(seconds, output)
     assert "overlap: 100% of the validation split's 50-grams" in output  # as the text repeats two lines
-    assert "for a text with 648 characters to train on: --weight-decay 0.2 --eval-every 2; each can be set" in output
+    assert (
+        "for a text with 648 characters to train on: --batch-size 128 --weight-decay 0.2 --warmup-steps 4 --eval-every 2;"
+        in output
+    )
     assert [r["step"] for r in events(out) if r["event"] == "evaluation"] == list(range(2, 17, 2))
     assert "the best weights are no better than guessing all characters alike" in output
     assert call(["train", "--resume", "--out", out, "--steps", 18]) == 0

@@ -55,7 +55,7 @@ def test_the_shape_is_the_checkpoints_and_conflicting_flags_are_refused(tmp_path
     assert call([*command, "--preset", "quick", "--n-layer", 2]) == 0, capsys.readouterr().err
     assert "block_size 8, n_layer 2, n_head 4, n_kv_head 2, n_embd 16, 61 characters" in capsys.readouterr().err
     recipe = Checkpoint.read(tmp_path / "out" / "best").training["recipe"]
-    assert recipe["muon_lr"] == 0.04 and recipe["block_size"] == 8 and recipe["n_inner"] == 24
+    assert recipe["muon_lr"] == 0.01 and recipe["block_size"] == 8 and recipe["n_inner"] == 24
     # The same command with --resume, after the checkpoint is gone.
     shutil.rmtree(source.path)
     assert call([*command, "--preset", "quick", "--resume"]) == 0, capsys.readouterr().err

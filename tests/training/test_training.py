@@ -563,10 +563,10 @@ FEWER = {"steps": 100, "warmup_steps": 25, "eval_every": 10, "patience": 3}
     ("changes", "adaptable", "expected"),
     [
         ({}, SETTINGS, SMALL),
-        ({}, SETTINGS - {"steps"}, {**MODEL, "block_size": 256, "batch_size": 8}),
-        ({}, SETTINGS - {"n_embd"}, {k: v for k, v in SMALL.items() if k not in MODEL} | {"weight_decay": 0.2}),
+        ({}, SETTINGS - {"steps"}, {**MODEL, "block_size": 256, "eval_every": 280, "patience": 3}),
+        ({"n_embd": 64}, SETTINGS - {"n_embd"}, {**SMALL, "n_layer": 6, "dropout": 0.0, "weight_decay": 0.2}),
         ({}, SETTINGS - {"batch_size"}, SMALL),
-        ({"steps": 100}, SETTINGS - {"steps"}, {"eval_every": 12}),
+        ({"steps": 99}, SETTINGS - {"steps"}, SMALL | {"steps": 99, "warmup_steps": 24, "eval_every": 12}),
         ({"block_size": 4096}, SETTINGS - {"block_size"}, {**MODEL, "batch_size": 1, **FEWER}),
         ({}, frozenset(), {}),
     ],
@@ -574,10 +574,44 @@ FEWER = {"steps": 100, "warmup_steps": 25, "eval_every": 10, "patience": 3}
 def test_a_small_text_decides_what_was_not_set(tmp_path, changes, adaptable, expected):
     (tmp_path / "text.txt").write_text(TEXT * 12)
     corpus = prepare(str(tmp_path / "text.txt"))
-    config = TrainConfig(**changes)
-    found, changed = fitted(config, corpus, adaptable)
-    assert changed == expected and changed.keys() <= adaptable
+    config, preset = TrainConfig(**changes), TrainConfig()
+    found, changed = fitted(config, corpus, adaptable, preset=preset)
+    expected = {name: value for name, value in expected.items() if value != getattr(config, name)}
     assert found == replace(config, **expected)
+    assert changed == {name: value for name, value in expected.items() if name in adaptable}
+
+
+@pytest.mark.parametrize("preset", ["quick", "cpu", "gpu"])
+@pytest.mark.parametrize(("records", "tuned"), [(False, False), (True, False), (False, True)])
+def test_what_is_printed_as_chosen_can_be_given_back(tmp_path, preset, records, tuned):
+    """`--steps` with the very number that was printed once had twice the characters per step."""
+    (tmp_path / "text.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(12 * TEXT.splitlines())))
+    corpus, before = prepare(str(tmp_path / "text.txt"), records=records), TrainConfig.from_preset(preset)
+    fixed = {"init_from": "some", **{name: getattr(before, name) for name in SHAPE}} if tuned else {}
+
+    def chosen(**given):
+        config = TrainConfig.from_preset(preset, **{**fixed, **given})
+        return fitted(config, corpus, SETTINGS - given.keys() - fixed.keys(), preset=before)
+
+    found, printed = chosen()
+    assert {"steps", "weight_decay"} <= printed.keys() and tuned == ("muon_lr" in printed)
+    assert chosen(**printed) == (found, {})
+    for name, value in printed.items():
+        again, rest = chosen(**{name: value})
+        assert again == found and rest == {k: v for k, v in printed.items() if k != name}
+
+
+def test_a_small_text_is_smaller_for_a_larger_preset(tmp_path):
+    """Blocks and characters per step follow from the preset's; what holds more is regularized from a longer text on."""
+    (tmp_path / "text.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(100 * TEXT.splitlines())))
+    corpus = prepare(str(tmp_path / "text.txt"))
+    assert 250_000 < len(corpus.train) < 500_000
+    shapes = {}
+    for preset in ("cpu", "gpu"):
+        found, _ = fitted(TrainConfig.from_preset(preset), corpus, SETTINGS)
+        shapes[preset] = (found.n_layer, found.n_embd, found.tokens_per_step, found.block_size)
+        assert (found.dropout, found.weight_decay) == ((0.0, 0.2) if preset == "cpu" else (0.16, 0.67))
+    assert shapes == {"cpu": (4, 128, 1024, 256), "gpu": (5, 256, 2048, 256)}
 
 
 def test_a_step_has_the_presets_characters_whatever_the_window(tmp_path):
@@ -598,8 +632,9 @@ def test_records_decide_the_window(tmp_path, preset, parts):
     config = TrainConfig.from_preset(preset)
     found, changed = fitted(config, corpus, SETTINGS, parts)
     assert found.block_size == changed["block_size"] == 32
-    assert found.batch_size % parts == 0 and 1024 <= found.tokens_per_step < 1024 + 32 * parts
-    assert (found.n_layer, found.n_embd, found.steps) == (4, 128, 100)
+    characters, depth, width = (2048, 5, 256) if preset == "gpu" else (1024, 4, 128)
+    assert found.batch_size % parts == 0 and characters <= found.tokens_per_step < characters + 32 * parts
+    assert (found.n_layer, found.n_embd, found.steps) == (depth, width, 100)
     unchanged, _ = fitted(config, corpus, SETTINGS - {"batch_size"})
     assert (unchanged.batch_size, unchanged.block_size) == (config.batch_size, min(256, config.block_size))
 
