@@ -33,6 +33,7 @@ expert = functools.partial(option, is_common=False)
 MIN_WINDOW = 16  # characters; shorter ones would teach little
 DATA_HELP = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
 GLOB_HELP = "of a folder, take only the files whose names match one of these: '*.py' 'docs/*.md'"
+EXCLUDE_HELP = "of a folder, leave out the files whose names match one of these"
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -55,6 +56,7 @@ class TrainConfig:
 
     data: tuple[str, ...] = option(("tinyshakespeare",), DATA_HELP)
     glob: tuple[str, ...] = option((), GLOB_HELP)
+    exclude: tuple[str, ...] = option((), EXCLUDE_HELP)
     records: bool = option(False, "each line is a record (a name, a SMILES, a game); one in ten, at random, validates")
     seed: int = option(1337, "seed of the initial weights, the window order and dropout", (0, 2**63 - 1))
 
@@ -136,7 +138,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         # A single name is allowed, and JSON has lists only.
-        for name in ("data", "glob", "teachers"):
+        for name in ("data", "glob", "exclude", "teachers"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for each in fields(self):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -16,6 +17,7 @@ import io
 import itertools
 import json
 import os
+import shlex
 import urllib.request
 import zlib
 from collections import Counter
@@ -44,6 +46,7 @@ MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably 
 BYTE_ORDER_MARK = "\ufeff"
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 HEAD_BYTES = 1 << 13  # by which a binary file is recognized
+PACKED = {b"\xfd7zXZ\0": "xz -dk", b"BZh": "bunzip2 -k", b"PK\3\4": "unzip", b"\x28\xb5\x2f\xfd": "zstd -d"}
 MAX_LISTED = 5  # binary files that are named
 EXAMPLE_CHARACTERS = 16
 EXAMPLE_OF_CHARACTERS = 1 << 20  # that are looked at for it
@@ -56,7 +59,7 @@ TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca5
 
 def command(args: argparse.Namespace) -> None:
     """`prepare`."""
-    corpus = prepare(args.data, records=args.records, glob=args.glob or ())
+    corpus = prepare(args.data, records=args.records, glob=args.glob or (), exclude=args.exclude or ())
     print(
         f"{corpus.name}: {plural(len(corpus.ids), 'character')}, {plural(corpus.symbols, 'symbol')}; "
         f"{len(corpus.train):,} for training, {len(corpus.val):,} for validation\n"
@@ -72,14 +75,24 @@ class DataError(Refusal):
 
 def cache_dir() -> Path:
     """The folder of downloads and encoded corpora: $XDG_CACHE_HOME/chargpt, or ~/.cache/chargpt."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "chargpt"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "chargpt"
+    try:
+        return Path.home() / ".cache" / "chargpt"
+    except RuntimeError:
+        raise DataError(
+            "there is no home folder to keep encoded texts in: set HOME, or XDG_CACHE_HOME to a folder that you can "
+            "write"
+        ) from None
 
 
-def find_texts(data: Sequence[str], glob: Sequence[str] = (), notes: set[str] | None = None) -> list[Path]:
+def find_texts(
+    data: Sequence[str], glob: Sequence[str] = (), exclude: Sequence[str] = (), notes: set[str] | None = None
+) -> list[Path]:
     """The files of `--data`; a folder stands for all text files below it, sorted, except hidden ones.
 
-    glob: patterns such as *.py or docs/*.md, one of which the path of a file below a folder must match from the right.
+    glob: patterns such as *.py or docs/*.md, one of which the path of a file below a folder must match from the right;
+    exclude: such as none may match.
     Binary files below a folder are skipped, and counted in `notes`.
 
     Raises:
@@ -92,9 +105,14 @@ def find_texts(data: Sequence[str], glob: Sequence[str] = (), notes: set[str] | 
             seen = [path for path in below if not any(part.startswith(".") for part in path.parts)]
             if not seen:
                 raise DataError(f"the folder {name} has no files")
-            chosen = [path for path in seen if not glob or any(path.match(pattern) for pattern in glob)]
-            if not chosen:
+            matching = [path for path in seen if not glob or any(path.match(pattern) for pattern in glob)]
+            if not matching:
                 raise DataError(f"none of the {plural(len(seen), 'file')} in {name} matches --glob {' '.join(glob)}")
+            chosen = [path for path in matching if not any(path.match(pattern) for pattern in exclude)]
+            if not chosen:
+                raise DataError(
+                    f"--exclude {' '.join(exclude)} leaves none of {plural(len(matching), 'file')} in {name}"
+                )
             binary = [path for path in chosen if _is_binary(Path(name) / path)]
             if len(binary) == len(chosen):
                 raise DataError(f"the folder {name} has no text files: skipped {_listed(binary)}")
@@ -236,8 +254,10 @@ class Corpus:
         }
 
 
-def prepare(data: str | Sequence[str], *, records: bool = False, glob: Sequence[str] = ()) -> Corpus:
-    """The corpus of `--data` and `--glob`, encoded on first use and read from the cache afterwards.
+def prepare(
+    data: str | Sequence[str], *, records: bool = False, glob: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Corpus:
+    """The corpus of `--data`, `--glob` and `--exclude`, encoded on first use and read from the cache afterwards.
 
     With `records`, each line that is not empty is a record that ends with its line break. They are shuffled, always
     alike, and one in VAL_EVERY goes to the validation split: files are often sorted. Each split begins with a line
@@ -247,7 +267,7 @@ def prepare(data: str | Sequence[str], *, records: bool = False, glob: Sequence[
         DataError: a file is missing or not UTF-8, or the text is too short or has too many distinct characters.
     """
     notes: set[str] = set()
-    files = find_texts([data] if isinstance(data, str) else data, glob, notes)
+    files = find_texts([data] if isinstance(data, str) else data, glob, exclude, notes)
     name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     digest = hashlib.sha256()
     for text in read_text(files, notes):
@@ -269,7 +289,8 @@ def prepare(data: str | Sequence[str], *, records: bool = False, glob: Sequence[
             raise DataError(f"{name} has {len(characters):,} distinct characters; at most {MAX_SYMBOLS:,} are allowed")
         if records:
             characters = sorted({*characters, "\n"})
-        _encode(files, CharTokenizer(characters), sha256, folder, records)
+        with _writing_cache():
+            _encode(files, CharTokenizer(characters), sha256, folder, records)
     about = json.loads((folder / "corpus.json").read_bytes())
     tokenizer = CharTokenizer(about["characters"])
     ids = np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer.vocab_size), mode="r")
@@ -314,10 +335,21 @@ def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
     table = encode_array(tokenizer, "".join(corpus.tokenizer.characters)).astype(dtype)
     folder = _cache_folder(corpus.sha256, corpus.records is not None, tokenizer)
     if not folder.is_dir():
-        with replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
+        with _writing_cache(), replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
             for start in range(0, len(corpus.ids), CHUNK_BYTES):
                 file.write(table[corpus.ids[start : start + CHUNK_BYTES]].tobytes())
     return replace(corpus, tokenizer=tokenizer, ids=np.memmap(folder / "ids.bin", dtype=dtype, mode="r"))
+
+
+@contextlib.contextmanager
+def _writing_cache() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or cache_dir()} cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to a "
+            "folder for encoded texts that can"
+        ) from None
 
 
 def _cache_folder(sha256: str, records: bool, tokenizer: CharTokenizer | None = None) -> Path:
@@ -358,8 +390,12 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
             except UnicodeDecodeError as error:
                 offset = start - pending + error.start
                 hint = "convert it first, for example with iconv -f WINDOWS-1252 -t UTF-8"
+                if len(files) > 1:
+                    hint += f", or leave it out with --exclude {shlex.quote(file.name)}"
                 if head.startswith(b"\x1f\x8b"):
                     hint = "it is compressed by gzip: its name must end with .gz"
+                elif packed := next((name for magic, name in PACKED.items() if head.startswith(magic)), None):
+                    hint = f"it is packed: unpack it first, with {packed}"
                 elif _is_binary(file):
                     hint = "it is a binary file; of a folder, binary files are skipped"
                 elif encoding != "utf-8":

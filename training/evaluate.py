@@ -48,7 +48,7 @@ def command(args: argparse.Namespace) -> None:
     else:
         notes: set[str] = set()
         encoder = Encoder.of(args, checkpoint)
-        files = find_texts(args.data, args.glob or (), notes)
+        files = find_texts(args.data, args.glob or (), args.exclude or (), notes)
         try:
             ids = encode_files(files, encoder, records=records)
         except UnknownCharacterError as error:

@@ -66,7 +66,8 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
     if data is None:
         raise ConfigError(f"{checkpoint.path / 'training.json'} does not record the training text; pass --data")
     glob = recipe.get("glob", ()) if args.glob is None else args.glob
-    corpus = prepare(data, records=checkpoint.record_end is not None, glob=glob)
+    exclude = recipe.get("exclude", ()) if args.exclude is None else args.exclude
+    corpus = prepare(data, records=checkpoint.record_end is not None, glob=glob, exclude=exclude)
     if corpus.sha256 != expected.get("sha256"):
         raise ConfigError(
             f"{' '.join(data)} is not the training text of {checkpoint.path}: "

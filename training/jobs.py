@@ -23,7 +23,7 @@ from training.data import prepare, recode, sampler_of
 from training.device import pick_device, resolve_auto
 from training.distill import Teachers
 from training.distributed import World
-from training.finetune import checkpoint_shape, describe_origin, load_origin
+from training.finetune import describe_origin, inherited, load_origin, refuse_short_text
 from training.folders import restore_folder
 from training.inputs import find_checkpoint
 from training.loop import DivergedError, InterruptedRun, Run
@@ -56,7 +56,7 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
         given["teachers"] = tuple(str(find_checkpoint(path)) for path in given["teachers"])
     if not args.resume:
         if "init_from" in given:
-            given = checkpoint_shape(given["init_from"]) | {"window_stages": 1} | given  # it has seen whole windows
+            given = inherited(given["init_from"]) | given
         preset = TrainConfig.from_preset(args.preset or "cpu")
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
         adaptable = SETTINGS - given.keys()
@@ -66,7 +66,7 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
     if args.preset:
         wanted = TrainConfig.from_preset(args.preset, **given).as_dict()
         # The shape is that of init_from, which may be gone by now; and the text may have been too small for the preset.
-        fixed = {*SHAPE, "window_stages"} if "init_from" in given else set()
+        fixed = {*SHAPE, "records", "window_stages"} if "init_from" in given else set()
         left_out = {"data", *((fixed | SETTINGS) - given.keys())}
         given = {name: value for name, value in wanted.items() if name not in left_out}
     resume(args.out, given, console, data=data)
@@ -91,13 +91,13 @@ def start(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {out} cannot be created: {error.strerror}") from None
+        raise ConfigError(f"--out {out} cannot be created: {error.strerror}; pass another --out") from None
     with joined(out) as world:
         decided = world.from_main(lambda: _new_run(config, out, console, overwrite, adaptable, preset, world))
         if decided is None:
             return
         config, resolved = decided
-        corpus, origin = prepare(config.data, records=config.records, glob=config.glob), None
+        corpus, origin = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude), None
         if config.init_from:
             origin = load_origin(config, corpus.tokenizer.characters)
             corpus = recode(corpus, origin.tokenizer)
@@ -121,7 +121,7 @@ def _new_run(
             f"{out} already contains {', '.join(existing[:5])}; pass {resuming}--overwrite to replace it, or another "
             "--out"
         )
-    corpus = prepare(config.data, records=config.records, glob=config.glob)
+    corpus = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude)
     tokenizer = corpus.tokenizer
     for note in corpus.notes:
         say(console, note)
@@ -131,6 +131,7 @@ def _new_run(
     if config.init_from:
         origin = load_origin(config, tokenizer.characters)
         say(console, describe_origin(config, origin))
+        refuse_short_text(config, corpus)
         tokenizer = origin.tokenizer
     longest = min((Checkpoint.read(path).config.block_size for path in config.teachers), default=None)
     config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate, longest, preset)
@@ -165,7 +166,7 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
         if config is None:
             return
         saved = replace(Saved.read(out / "last"), config=config)
-        corpus = prepare(config.data, records=config.records, glob=config.glob)
+        corpus = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude)
         Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), out, world).train(console)
 
 
@@ -193,7 +194,7 @@ def _continued(
         )
     if config.steps <= progress.step and "steps" in changes:
         raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
-    corpus = prepare(config.data, records=config.records, glob=config.glob)
+    corpus = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude)
     if corpus.sha256 != saved.data["sha256"]:
         raise ResumeError(
             f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "

@@ -25,7 +25,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -381,8 +381,8 @@ class Run:
         config, scale = self.config, lr_scale(step, self.config)
         return DivergedError(
             f"diverged at step {step + 1}: {what}, at muon_lr {config.muon_lr * scale:.3g} and adamw_lr "
-            f"{config.adamw_lr * scale:.3g}. The last good checkpoint is {self.out / 'last'}. Try lower learning rates "
-            "or dtype float32"
+            f"{config.adamw_lr * scale:.3g}. The last good checkpoint is {self.out / 'last'}. Try lower learning rates"
+            + (" or --dtype float32" if config.dtype == "bfloat16" else "")
         )
 
     def loss(self, idx: Tensor, targets: Tensor, expected: Tensor | None = None) -> Tensor:
@@ -523,7 +523,7 @@ class Run:
             "seed": config.seed,
             **({"init_from": self.lineage} if self.lineage else {}),
             **({"teachers": self.teachers.lineage} if self.teachers else {}),
-            "versions": {name: version(name) for name in ("chargpt", "torch", "numpy", "safetensors")}
+            "versions": {name: _version(name) for name in ("chargpt", "torch", "numpy", "safetensors")}
             | {"python": platform.python_version()},
             "machine": {**machine(self.device), **self.resolved, "processes": self.world.size},
             "command": shlex.join(["python", "-m", "training", *sys.argv[1:]]),
@@ -565,6 +565,14 @@ class Run:
             "characters_per_second": round(progress.characters / progress.elapsed_seconds),
         })  # fmt: skip
         progress.loss_sum, progress.loss_steps = 0.0, 0
+
+
+def _version(package: str) -> str:
+    """Of a package; a source tree that was not installed has none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 @contextlib.contextmanager

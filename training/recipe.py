@@ -26,8 +26,9 @@ SMALL_DECAY = 0.2
 # 128, in proportion to what the blocks hold for others.
 REGULARIZED, REGULARIZED_SIZE = 200_000, 4 * 128**2
 MORE_DROPOUT, MORE_DECAY = 0.3, 0.8
-# A checkpoint's weights are unlearned at the rates of a new model.
+# A checkpoint's weights are unlearned at the rates of a new model, and know more than a small text could teach one.
 TUNED_RATES: dict[str, Any] = {"muon_lr": 0.01, "adamw_lr": 0.001}
+TUNED_DROPOUT = 0.15
 MIN_STEPS = 100
 MIN_BLOCK = 4
 PATIENCE = 3  # evaluations
@@ -88,10 +89,11 @@ def _fitted(
         if adaptable >= set(SHAPE) or config.init_from:
             enough = REGULARIZED * wanted.n_layer * wanted.n_embd**2 / REGULARIZED_SIZE
             missing = min(1.0, math.log10(max(1.0, enough / length)))
+        more_dropout, more_decay = (TUNED_DROPOUT, 0.0) if config.init_from else (MORE_DROPOUT, MORE_DECAY)
         others: dict[str, Any] = {
             "block_size": min(SMALL_WINDOW, wanted.block_size),
-            "dropout": max(config.dropout, round(MORE_DROPOUT * missing, 2)),
-            "weight_decay": round(max(SMALL_DECAY, config.weight_decay) + MORE_DECAY * missing, 2),
+            "dropout": max(config.dropout, round(more_dropout * missing, 2)),
+            "weight_decay": round(max(SMALL_DECAY, config.weight_decay) + more_decay * missing, 2),
         }
         wanted = replace(wanted, **{name: value for name, value in others.items() if name in adaptable})
     block_size, batch_size = wanted.block_size, config.batch_size

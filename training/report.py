@@ -28,6 +28,7 @@ from training.inputs import find_checkpoint, load_model, training_corpus
 from training.sample import beginning_of_record, check_counts, sample_texts
 
 CHUNK = 1 << 22  # training characters hashed at a time
+MAX_SHOWN = 200  # characters of a copied passage
 NGRAM = 50  # characters of a passage that is called copied
 # Polynomial hashes modulo 2⁶⁴ with an odd base; matches are verified character by character.
 BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -114,10 +115,11 @@ def examine(
 def describe_copies(text: np.ndarray, train: np.ndarray, tokenizer: CharTokenizer) -> dict[str, Any]:
     """The row labels and values of the command's table."""
     start, length = longest_copy(text, train)
+    copied = tokenizer.decode(text[start : start + min(length, MAX_SHOWN)].tolist())
     return {
         "characters": len(text),
         "longest copied passage": length,
-        "copied text": tokenizer.decode(text[start : start + length].tolist()),
+        "copied text": copied + "…" * (length > MAX_SHOWN),
         f"share of {NGRAM}-grams copied": copied_share(text, train),
         **{f"distinct-{n}": distinct_n(text, n) for n in (1, 3, 10)},
     }

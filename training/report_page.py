@@ -18,7 +18,7 @@ from training.display import LOSSES, curves, figure_of, verdict
 from training.evaluate import bits
 from training.log import read_log
 from training.messages import plural
-from training.report import NGRAM, Examination
+from training.report import MAX_SHOWN, NGRAM, Examination
 
 MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown
 MAX_CHARACTERS = 2000  # of a text
@@ -166,7 +166,8 @@ def _texts(found: Examination) -> Iterable[str]:
     if not longest:
         yield f"<p>No passage of {NGRAM} characters or more is copied from the training text."
     for length, seed, passage in longest[:MAX_PASSAGES]:
-        yield f"<p>{plural(length, 'character')}, seed {seed}:<pre>{_text(passage[:MAX_CHARACTERS])}</pre>"
+        cut = "…" if length > MAX_SHOWN else ""
+        yield f"<p>{plural(length, 'character')}, seed {seed}:<pre>{_text(passage[:MAX_SHOWN])}{cut}</pre>"
     yield f"<h2>Samples</h2><p class=hint>Marked: passages of {NGRAM} characters or more from the training text."
     for (seed, text), spans in examined[:MAX_TEXTS]:
         shown, at, parts = text[:MAX_CHARACTERS], 0, []

@@ -58,13 +58,13 @@ def command(args: argparse.Namespace) -> None:
     stops = [unescaped(text) for text in args.stop] or ["\n"] * (end is not None and is_plain)
     if "" in stops:
         raise ConfigError("--stop must not be empty")
-    flag, encoder = "--prompt", Encoder.of(args, checkpoint)
+    encoder = Encoder.of(args, checkpoint)
     try:
         prompt = encoder.encode(unescaped(args.prompt or "")).tolist()
-        flag = "--stop"
-        stop = tuple(tuple(tokenizer.encode(text)) for text in stops)
     except UnknownCharacterError as error:
-        raise ConfigError(f"{flag}: {error}") from None
+        raise ConfigError(f"--prompt: {error}") from None
+    # As at the service: a stop with a character that the model does not have never occurs.
+    stop = tuple(tuple(tokenizer.encode(text)) for text in stops if all(c in tokenizer for c in text))
     given = tokenizer.decode(prompt)
     if not prompt:  # what precedes a text; one without line breaks begins with the model's first character
         begins = "\n" if "\n" in tokenizer else tokenizer.characters[0]

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.model.tokenizer import CharTokenizer
 from training import report
 
 ids = st.lists(st.integers(0, 2), max_size=60).map(lambda x: np.array(x, dtype=np.uint8))
@@ -50,3 +51,12 @@ def test_records_are_counted():
         "in the validation split alone": 1, "shortest, characters": 0, "median": 2, "longest": 4,
         "share that is valid": 3 / 5,
     }  # fmt: skip
+
+
+def test_a_long_copied_passage_is_shown_by_its_beginning():
+    """A text that was memorized once filled 160 lines."""
+    tokenizer = CharTokenizer("abc")
+    text = np.random.default_rng(0).integers(0, 3, 900).astype(np.uint8)
+    figures = report.describe_copies(text[100:800], text, tokenizer)
+    assert figures["longest copied passage"] == 700
+    assert figures["copied text"] == tokenizer.decode(text[100:300].tolist()) + "…"

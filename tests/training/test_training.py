@@ -796,6 +796,13 @@ def test_an_invalid_setting_is_reported_with_the_allowed_values():
         TrainConfig.from_preset("cpu", lr=1)
 
 
+def test_a_diverged_run_advises_float32_where_it_is_not_that_already(tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(DivergedError) as stopped:
+            start(tiny(tmp_path, dtype=dtype, muon_lr=100.0, adamw_lr=100.0, steps=400), tmp_path / dtype)
+        assert str(stopped.value).endswith("or --dtype float32" if dtype == "bfloat16" else "Try lower learning rates")
+
+
 # The command line
 
 
