@@ -28,6 +28,7 @@ from training.config import ConfigError
 from training.data import Corpus
 from training.inputs import Encoder, compile_pattern, load_model, training_corpus
 from training.messages import Refusal, plural, unescaped
+from training.selfcheck import computes
 
 MAX_RUNNING = 128
 # Consecutive texts that are skipped before giving up: per requested text, and at most.
@@ -155,10 +156,11 @@ def sample_texts(
     Raises:
         ExhaustedError: more than SKIPPED_PER_TEXT · count or MAX_SKIPPED consecutive texts were skipped.
     """
-    running = min(count, MAX_RUNNING)
-    engine = Engine(
-        open_runner(model, slots=running, threads=torch.get_num_threads(), device=device), max_waiting=running
-    )
+    running, threads = min(count, MAX_RUNNING), torch.get_num_threads()
+    runner = open_runner(model, slots=running, threads=threads, device=device)
+    if not computes(runner, model):  # gpt.py has changed
+        runner = open_runner(model, "torch", slots=running, threads=threads, device=device)
+    engine = Engine(runner, max_waiting=running)
     shared = Submit(
         0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern,
         constraint=constraint or begins, constrains_first=begins is not None,

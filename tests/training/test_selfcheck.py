@@ -12,11 +12,14 @@ from torch.nn import functional as F
 from service.model import gpt
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
+from service.model.params import SamplingParams
+from tests.helpers import random_model
 from tests.training.runs import crash, events, resume, start, tiny, weights
 from training import jobs, selfcheck
 from training.data import prepare
 from training.evaluate import whole_loss
 from training.messages import Refusal
+from training.sample import sample_texts
 from training.selfcheck import first_difference, is_servable, refuse_other_weights
 
 SHAPE = {"vocab_size": 11, "block_size": 70, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 32}
@@ -64,6 +67,16 @@ def test_another_activation_is_trained_as_written(relu2, tmp_path):
     printed = min(r["val_loss"] for r in events(tmp_path / "out") if r["event"] == "evaluation")
     found = whole_loss(best.load_model(), prepare(tiny(tmp_path).data).val)
     assert found == pytest.approx(end["whole"], rel=1e-6) and found == pytest.approx(printed, rel=1e-5)
+
+
+def test_samples_are_those_of_the_changed_model(relu2, tmp_path):
+    """The native engine, which holds the model once more, would have written those of another."""
+    model = random_model()
+    first, text = [3, 1, 4], []
+    for _ in range(30):
+        text.append(int(model(torch.tensor([first + text]))[0, -1].argmax()))
+    found = list(sample_texts(model, first, 1, 30, SamplingParams(temperature=0.0)))
+    assert found == [(0, text)]
 
 
 def test_a_model_changed_before_a_resume_is_seen(tmp_path, request):
