@@ -27,7 +27,7 @@ The modules, in the order a run uses them:
     messages.py     wording that commands share
 
 sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name;
-report_page.py writes report's page.
+examination.py is what report says.
 
 Import rule: `service.model`, and for sampling and for loading fused.cpp `service.engine`, `service.constrain` and
 `service.wire`; nothing else of `service`.

@@ -12,8 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from training.data import Corpus
+from training.examination import NGRAM, copied_share
 from training.messages import plural
-from training.report import NGRAM, copied_share
 
 AT_MOST = 1 << 22  # characters
 MANY_PARAMETERS = 10  # per character of the training split: such a model memorizes in few epochs

@@ -24,16 +24,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from training.folders import replacing_folder
 from training.messages import Refusal, plural
-
-if TYPE_CHECKING:
-    from training.inputs import Encoder
 
 FORMAT_VERSION = 4
 CHUNK_BYTES = 1 << 22
@@ -454,34 +451,6 @@ def read_lines(file: Path) -> Iterator[str]:
         yield from lines
     if rest:
         yield rest
-
-
-def encode_files(files: Sequence[Path], encoder: Encoder, *, records: bool = False) -> np.ndarray:
-    """The ids of the concatenated files: (characters,) in `id_dtype`; with `records`, as a split of `prepare`.
-
-    Raises:
-        DataError: a file is not UTF-8, or all together have fewer than two characters.
-        UnknownCharacterError: a character is not in the vocabulary, and refused; gives its offset in the concatenated
-            text.
-    """
-    tokenizer = encoder.tokenizer
-    pieces, start = [np.empty(0, id_dtype(tokenizer.vocab_size))], 0
-    for text in read_text(files):
-        try:
-            pieces.append(encoder.encode(text).astype(pieces[0].dtype))
-        except UnknownCharacterError as error:
-            raise UnknownCharacterError(error.character, start + error.offset) from None
-        start += len(text)
-    ids = np.concatenate(pieces)
-    if len(ids) < 2:
-        raise DataError(f"{files[0]} has {plural(len(ids), 'character')}; scoring needs at least 2")
-    if records:
-        end = np.array(tokenizer.encode("\n"), ids.dtype)
-        ids = np.concatenate((end, ids, end))
-        ids = ids[np.concatenate(([True], (ids[1:] != end) | (ids[:-1] != end)))]  # empty lines are no records
-        if len(ids) < 2:
-            raise DataError(f"{files[0]} has no records")
-    return ids
 
 
 def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder: Path, records: bool) -> None:

@@ -21,7 +21,6 @@ from service.model.tokenizer import UnknownCharacterError
 from training.data import (
     IGNORED,
     DataError,
-    encode_files,
     find_texts,
     padded,
     read_text,
@@ -29,7 +28,7 @@ from training.data import (
     unseen_records,
     window_pieces,
 )
-from training.inputs import Encoder, load_model, training_corpus
+from training.inputs import Encoder, encode_files, load_model, training_corpus
 from training.messages import plural
 
 CHUNK = 1 << 20  # characters per count

@@ -62,7 +62,7 @@ def first_difference(config: GPTConfig, dtype: torch.dtype, rows: int) -> str | 
                     fast, slow = (_seconds(forward, batch) for forward in (FusedForward(model, dtype), model))
                 return (
                     f"the fast step of fused.py differs first in {where}, so this run goes through autograd, about "
-                    f"{slow / fast:.1f} times as long for a step"
+                    f"{max(1.0, slow / fast):.1f} times as long for a step"
                 )
     return None
 

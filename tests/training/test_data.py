@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from tests.helpers import CORPUS
 from training import data, lecture
-from training.data import DataError, RecordSampler, WindowSampler, encode_files, prepare, recode
-from training.inputs import Encoder
+from training.data import DataError, RecordSampler, WindowSampler, prepare, recode
+from training.inputs import Encoder, encode_files
 
 
 def text_file(tmp_path: Path, text: str | bytes) -> Path:
