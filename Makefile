@@ -4,6 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 DATA ?= tinyshakespeare
 PRESET ?= cpu
+# A value as one word of the shell's.
+quoted = '$(subst ','\'',$(1))'
+# The run of DATA: my of ../my.txt, names of names.txt.gz, src of a folder src/.
+NAME ?= $(shell name=$$(basename -- $(call quoted,$(DATA))); name=$${name%.gz}; echo "$${name%.*}")
 BUNDLED := service/checkpoints/tinyshakespeare
 CHECKPOINT ?= $(BUNDLED)
 
@@ -25,14 +29,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-21s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo "Variables: CHECKPOINT=DIR to serve, URL=http://… of a service to load, DATA=FILE and PRESET=quick|cpu|gpu to"
-	@echo "train, ARGS='more flags', PYTHON, VENV, TORCH and TORCH_INDEX_URL for another build of torch."
+	@echo "Variables: CHECKPOINT=DIR to serve, URL=http://… of a service to load, DATA=FILE, PRESET=quick|cpu|gpu and"
+	@echo "NAME to train, ARGS='more flags', PYTHON, VENV, TORCH and TORCH_INDEX_URL for another build of torch."
 
 serve: $(RUN) ## install, serve CHECKPOINT (default: the bundled one) on 127.0.0.1:8000
-	$(BIN)/python -m service --checkpoint '$(CHECKPOINT)' $(ARGS)
+	@$(if $(filter file,$(origin CHECKPOINT)),last=$$(ls -td checkpoints/*/best 2>/dev/null | head -n 1); \
+	  [ -z "$$last" ] || echo "Serving the bundled checkpoint; what was trained last: make serve CHECKPOINT='$$last'")
+	$(BIN)/python -m service --checkpoint $(call quoted,$(CHECKPOINT)) $(ARGS)
 
-train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/PRESET; ARGS=--resume continues
-	$(BIN)/python -m training train --preset $(PRESET) --data '$(DATA)' --out checkpoints/$(PRESET) $(ARGS)
+train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/NAME (default: DATA's); ARGS=--resume continues
+	$(BIN)/python -m training train --preset $(PRESET) --data $(call quoted,$(DATA)) \
+	  --out $(call quoted,checkpoints/$(NAME)) $(ARGS)
+	@$(BIN)/python -c 'import shlex, sys; print("Serve it: make serve CHECKPOINT=" + shlex.quote(sys.argv[1]))' \
+	  $(call quoted,checkpoints/$(NAME)/best)
 
 # Models that differ in their settings predict better together than models that differ in their seeds alone.
 # THEN: what `cpu` was when it was made; windows of 256 keep its cache small. Flags that come later take precedence.
@@ -158,6 +167,9 @@ $(VENV)/.installed-%: pyproject.toml setup.py $(NATIVE)
 	@touch $@
 
 define install
+[ -w . ] || { echo "$(CURDIR) is read-only and gets $(VENV) and compiled files: copy it to a folder of your own" >&2; exit 1; }
+[ ! -e $(BIN)/pip ] || $(BIN)/pip --version >/dev/null 2>&1 || { echo \
+  "$(VENV) does not work here, as after a move of the checkout: rm -r $(VENV), then make again" >&2; exit 1; }
 $(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or \
   sys.exit("chargpt needs Python 3.11 or later, $(PYTHON) is %d.%d: pass PYTHON=python3.12 or the like" % v[:2])'
 echo "Installing into $(VENV): takes some minutes the first time"

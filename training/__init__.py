@@ -14,6 +14,7 @@ The modules, in the order a run uses them:
     finetune.py     the start from another checkpoint's weights
     distill.py      the predictions of teachers
     fused.py, .cpp  the model's forward and backward, hand-written for CPUs
+    selfcheck.py    whether fused.py, the checkpoints and the service still fit gpt.py
     optim.py        Muon for the hidden matrices, AdamW for the rest, and their schedules
     loop.py         the training loop: steps, evaluations, saves, signals, the final report
     evaluate.py     windowed and streamed losses, baselines
@@ -26,7 +27,7 @@ The modules, in the order a run uses them:
     messages.py     wording that commands share
 
 sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name;
-report_page.py writes report's page.
+examination.py is what report says.
 
 Import rule: `service.model`, and for sampling and for loading fused.cpp `service.engine`, `service.constrain` and
 `service.wire`; nothing else of `service`.

@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from service import release
-from training.config import DATA_HELP, GLOB_HELP, PRESETS, Device, TrainConfig
+from training.config import DATA_HELP, EXCLUDE_HELP, GLOB_HELP, PRESETS, Device, TrainConfig
 from training.messages import Refusal, program
 
 ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
@@ -187,6 +187,7 @@ def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:
 def add_data_flags(parser: argparse.ArgumentParser, help: str, default: list[str] | None = None) -> None:
     parser.add_argument("--data", nargs="+", default=default, help=help)
     parser.add_argument("--glob", nargs="+", metavar="GLOB", help=GLOB_HELP)
+    parser.add_argument("--exclude", nargs="+", metavar="GLOB", help=EXCLUDE_HELP)
 
 
 def add_unknown_flags(parser: argparse.ArgumentParser, where: str) -> None:

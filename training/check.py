@@ -12,8 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from training.data import Corpus
+from training.examination import NGRAM, copied_share
 from training.messages import plural
-from training.report import NGRAM, copied_share
 
 AT_MOST = 1 << 22  # characters
 MANY_PARAMETERS = 10  # per character of the training split: such a model memorizes in few epochs
@@ -21,6 +21,8 @@ RARE = 5  # occurrences from which little can be learned
 MAX_NAMED = 10  # rare symbols
 VAL_CHARACTERS = 1 << 16  # of the validation split that are looked for in the training split
 MUCH = 0.05  # of duplicates, or of the validation split that is known from training
+TABLE_SHARE = 0.95  # of the lines of a table have as many columns
+AT_MOST_LINES = 1000  # by which a table is recognized
 SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20  # of a list that should have been read with --records
 
 
@@ -47,7 +49,9 @@ def size_check(corpus: Corpus, num_parameters: int, is_taught: bool = False) -> 
     if corpus.records is None:
         lines = [line for line in decode(train).split("\n") if line]
         ordered = sum(a <= b for a, b in pairwise(lines))
-        if len(lines) >= MIN_LINES and max(map(len, lines)) <= SHORT_LINE and ordered >= SORTED_SHARE * len(lines):
+        if found := _table_format(lines[:AT_MOST_LINES]):
+            yield found
+        elif len(lines) >= MIN_LINES and max(map(len, lines)) <= SHORT_LINE and ordered >= SORTED_SHARE * len(lines):
             yield "sorted: the lines are in order, and the last tenth validates; --records shuffles lines of a list"
         if (share := copied_share(val[:VAL_CHARACTERS], train)) > MUCH:
             yield (
@@ -57,6 +61,8 @@ def size_check(corpus: Corpus, num_parameters: int, is_taught: bool = False) -> 
         return
     records, held_out = (decode(split)[1:-1].split("\n") for split in (train, val))
     repeated = Counter(records)
+    if found := _table_format(records[:AT_MOST_LINES]):
+        yield found
     duplicates = len(records) - len(repeated)
     if duplicates > MUCH * len(records):
         yield (
@@ -69,3 +75,25 @@ def size_check(corpus: Corpus, num_parameters: int, is_taught: bool = False) -> 
             f"overlap: {plural(known, 'record')} of {len(held_out):,} to validate are also trained on{where}: the "
             "validation loss will look better than the model is"
         )
+
+
+def _table_format(lines: list[str]) -> str | None:
+    """What to say of lines that are JSON objects, or rows of a CSV file: all have as many separators, without a space
+    after them.
+    """
+    if len(lines) < MIN_LINES:
+        return None
+    if sum(line.startswith("{") and line.rstrip().endswith("}") for line in lines) >= TABLE_SHARE * len(lines):
+        return (
+            "format: the lines look like JSON objects, whose names, quotes and escapes are learned too; take out the "
+            "text first, for example with jq -r .text"
+        )
+    for name, separator in (("commas", ","), ("tabs", "\t"), ("semicolons", ";")):
+        counts = Counter(line.count(separator) - line.count(separator + " ") for line in lines)
+        count, times = counts.most_common(1)[0]
+        if count and times >= TABLE_SHARE * len(lines):
+            return (
+                f"format: the lines look like a table of {count + 1} columns, whose {name}, quotes and header are "
+                "learned too; take out the column that you want first, for example with cut or csvcut"
+            )
+    return None

@@ -33,10 +33,12 @@ expert = functools.partial(option, is_common=False)
 MIN_WINDOW = 16  # characters; shorter ones would teach little
 DATA_HELP = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
 GLOB_HELP = "of a folder, take only the files whose names match one of these: '*.py' 'docs/*.md'"
+EXCLUDE_HELP = "of a folder, leave out the files whose names match one of these"
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Weights = Literal["float32", "float16"]
+Fused = Literal["auto", "false"]
 
 
 # The settings that a run takes over from the checkpoint it starts from: those of GPTConfig except vocab_size and
@@ -54,6 +56,7 @@ class TrainConfig:
 
     data: tuple[str, ...] = option(("tinyshakespeare",), DATA_HELP)
     glob: tuple[str, ...] = option((), GLOB_HELP)
+    exclude: tuple[str, ...] = option((), EXCLUDE_HELP)
     records: bool = option(False, "each line is a record (a name, a SMILES, a game); one in ten, at random, validates")
     seed: int = option(1337, "seed of the initial weights, the window order and dropout", (0, 2**63 - 1))
 
@@ -103,7 +106,10 @@ class TrainConfig:
     # evaluation, logs and checkpoints
     eval_every: int = option(700, "steps between evaluations", COUNT)
     eval_chars: int = expert(1_000_000, "validation characters per evaluation, 0: all", (0, 10**12))
-    score_chars: int = expert(0, "validation characters that the final report scores, 0: all", (0, 10**12))
+    score_chars: str = expert(
+        "auto",
+        "validation characters that the final report scores, or all; auto: what takes a tenth of training's time",
+    )
     patience: int = option(0, "stop after this many evaluations without a new best; 0: never", COUNT_OR_NONE)
     log_every: int = expert(10, "steps between log lines", COUNT)
     save_seconds: float = option(
@@ -116,16 +122,23 @@ class TrainConfig:
 
     # the machine
     device: Device = option("auto", "auto: cuda, else mps, else cpu")
-    dtype: Dtype = option("auto", "dtype of matrix products; auto: on a CPU what a probe finds faster, on CUDA bf16")
+    dtype: Dtype = option(
+        "auto",
+        "dtype of matrix products; auto: bfloat16 on a GPU, and on a CPU that multiplies it from n_embd 128 on, else "
+        "float32",
+    )
     threads: int = option(0, "CPU threads of a process; 0: OMP_NUM_THREADS, else one per core", (0, 4096))
     accumulate: int = option(
         1, "gradient accumulation: micro-batches per process and step, to save memory", SMALL_COUNT
+    )
+    fused: Fused = expert(
+        "auto", "auto: on a CPU a hand-written step, where it computes GPT.forward of gpt.py; false: through autograd"
     )
     compile: bool = expert(False, "torch.compile the model, up to a minute for each size of window; not for cpu")
 
     def __post_init__(self) -> None:
         # A single name is allowed, and JSON has lists only.
-        for name in ("data", "glob", "teachers"):
+        for name in ("data", "glob", "exclude", "teachers"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for each in fields(self):
@@ -136,6 +149,9 @@ class TrainConfig:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}")
+        object.__setattr__(self, "score_chars", "all" if str(self.score_chars) == "0" else str(self.score_chars))
+        if self.score_chars not in ("auto", "all") and not (self.score_chars.isdecimal() and int(self.score_chars) > 0):
+            raise ConfigError(f"score_chars must be auto, all or a number of at least 1, got {self.score_chars!r}")
         if self.extend_vocabulary and self.init_from is None:
             raise ConfigError("extend_vocabulary needs a checkpoint to extend; set init_from too")
         # Refused here, before an earlier run is replaced.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -16,22 +17,20 @@ import io
 import itertools
 import json
 import os
+import shlex
 import urllib.request
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from training.folders import replacing_folder
 from training.messages import Refusal, plural
-
-if TYPE_CHECKING:
-    from training.inputs import Encoder
 
 FORMAT_VERSION = 4
 CHUNK_BYTES = 1 << 22
@@ -44,6 +43,7 @@ MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably 
 BYTE_ORDER_MARK = "\ufeff"
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 HEAD_BYTES = 1 << 13  # by which a binary file is recognized
+PACKED = {b"\xfd7zXZ\0": "xz -dk", b"BZh": "bunzip2 -k", b"PK\3\4": "unzip", b"\x28\xb5\x2f\xfd": "zstd -d"}
 MAX_LISTED = 5  # binary files that are named
 EXAMPLE_CHARACTERS = 16
 EXAMPLE_OF_CHARACTERS = 1 << 20  # that are looked at for it
@@ -56,7 +56,7 @@ TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca5
 
 def command(args: argparse.Namespace) -> None:
     """`prepare`."""
-    corpus = prepare(args.data, records=args.records, glob=args.glob or ())
+    corpus = prepare(args.data, records=args.records, glob=args.glob or (), exclude=args.exclude or ())
     print(
         f"{corpus.name}: {plural(len(corpus.ids), 'character')}, {plural(corpus.symbols, 'symbol')}; "
         f"{len(corpus.train):,} for training, {len(corpus.val):,} for validation\n"
@@ -71,21 +71,25 @@ class DataError(Refusal):
 
 
 def cache_dir() -> Path:
-    """The folder of downloads and encoded corpora: $XDG_CACHE_HOME/chargpt, or ~/.cache/chargpt.
+    """The folder of downloads and encoded corpora: $XDG_CACHE_HOME/chargpt, or ~/.cache/chargpt."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "chargpt"
+    try:
+        return Path.home() / ".cache" / "chargpt"
+    except RuntimeError:
+        raise DataError(
+            "there is no home folder to keep encoded texts in: set HOME, or XDG_CACHE_HOME to a folder that you can "
+            "write"
+        ) from None
 
-    Raises:
-        DataError: this user has no home.
-    """
-    base = os.environ.get("XDG_CACHE_HOME")
-    if not base and (home := os.path.expanduser("~")) == "~":
-        raise DataError("the user has no home folder for the cache of texts; set HOME or XDG_CACHE_HOME to a folder")
-    return Path(base or f"{home}/.cache") / "chargpt"
 
-
-def find_texts(data: Sequence[str], glob: Sequence[str] = (), notes: set[str] | None = None) -> list[Path]:
+def find_texts(
+    data: Sequence[str], glob: Sequence[str] = (), exclude: Sequence[str] = (), notes: set[str] | None = None
+) -> list[Path]:
     """The files of `--data`; a folder stands for all text files below it, sorted, except hidden ones.
 
-    glob: patterns such as *.py or docs/*.md, one of which the path of a file below a folder must match from the right.
+    glob: patterns such as *.py or docs/*.md, one of which the path of a file below a folder must match from the right;
+    exclude: such as none may match.
     Binary files below a folder are skipped, and counted in `notes`.
 
     Raises:
@@ -98,9 +102,14 @@ def find_texts(data: Sequence[str], glob: Sequence[str] = (), notes: set[str] | 
             seen = [path for path in below if not any(part.startswith(".") for part in path.parts)]
             if not seen:
                 raise DataError(f"the folder {name} has no files")
-            chosen = [path for path in seen if not glob or any(path.match(pattern) for pattern in glob)]
-            if not chosen:
+            matching = [path for path in seen if not glob or any(path.match(pattern) for pattern in glob)]
+            if not matching:
                 raise DataError(f"none of the {plural(len(seen), 'file')} in {name} matches --glob {' '.join(glob)}")
+            chosen = [path for path in matching if not any(path.match(pattern) for pattern in exclude)]
+            if not chosen:
+                raise DataError(
+                    f"--exclude {' '.join(exclude)} leaves none of {plural(len(matching), 'file')} in {name}"
+                )
             binary = [path for path in chosen if _is_binary(Path(name) / path)]
             if len(binary) == len(chosen):
                 raise DataError(f"the folder {name} has no text files: skipped {_listed(binary)}")
@@ -242,8 +251,10 @@ class Corpus:
         }
 
 
-def prepare(data: str | Sequence[str], *, records: bool = False, glob: Sequence[str] = ()) -> Corpus:
-    """The corpus of `--data` and `--glob`, encoded on first use and read from the cache afterwards.
+def prepare(
+    data: str | Sequence[str], *, records: bool = False, glob: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Corpus:
+    """The corpus of `--data`, `--glob` and `--exclude`, encoded on first use and read from the cache afterwards.
 
     With `records`, each line that is not empty is a record that ends with its line break. They are shuffled, always
     alike, and one in VAL_EVERY goes to the validation split: files are often sorted. Each split begins with a line
@@ -253,7 +264,7 @@ def prepare(data: str | Sequence[str], *, records: bool = False, glob: Sequence[
         DataError: a file is missing or not UTF-8, or the text is too short or has too many distinct characters.
     """
     notes: set[str] = set()
-    files = find_texts([data] if isinstance(data, str) else data, glob, notes)
+    files = find_texts([data] if isinstance(data, str) else data, glob, exclude, notes)
     name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     digest = hashlib.sha256()
     for text in read_text(files, notes):
@@ -275,7 +286,8 @@ def prepare(data: str | Sequence[str], *, records: bool = False, glob: Sequence[
             raise DataError(f"{name} has {len(characters):,} distinct characters; at most {MAX_SYMBOLS:,} are allowed")
         if records:
             characters = sorted({*characters, "\n"})
-        _encode(files, CharTokenizer(characters), sha256, folder, records)
+        with _writing_cache():
+            _encode(files, CharTokenizer(characters), sha256, folder, records)
     about = json.loads((folder / "corpus.json").read_bytes())
     tokenizer = CharTokenizer(about["characters"])
     ids = np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer.vocab_size), mode="r")
@@ -320,10 +332,21 @@ def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
     table = encode_array(tokenizer, "".join(corpus.tokenizer.characters)).astype(dtype)
     folder = _cache_folder(corpus.sha256, corpus.records is not None, tokenizer)
     if not folder.is_dir():
-        with replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
+        with _writing_cache(), replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
             for start in range(0, len(corpus.ids), CHUNK_BYTES):
                 file.write(table[corpus.ids[start : start + CHUNK_BYTES]].tobytes())
     return replace(corpus, tokenizer=tokenizer, ids=np.memmap(folder / "ids.bin", dtype=dtype, mode="r"))
+
+
+@contextlib.contextmanager
+def _writing_cache() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or cache_dir()} cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to a "
+            "folder for encoded texts that can"
+        ) from None
 
 
 def _cache_folder(sha256: str, records: bool, tokenizer: CharTokenizer | None = None) -> Path:
@@ -364,8 +387,12 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
             except UnicodeDecodeError as error:
                 offset = start - pending + error.start
                 hint = "convert it first, for example with iconv -f WINDOWS-1252 -t UTF-8"
+                if len(files) > 1:
+                    hint += f", or leave it out with --exclude {shlex.quote(file.name)}"
                 if head.startswith(b"\x1f\x8b"):
                     hint = "it is compressed by gzip: its name must end with .gz"
+                elif packed := next((name for magic, name in PACKED.items() if head.startswith(magic)), None):
+                    hint = f"it is packed: unpack it first, with {packed}"
                 elif _is_binary(file):
                     hint = "it is a binary file; of a folder, binary files are skipped"
                 elif encoding != "utf-8":
@@ -424,34 +451,6 @@ def read_lines(file: Path) -> Iterator[str]:
         yield from lines
     if rest:
         yield rest
-
-
-def encode_files(files: Sequence[Path], encoder: Encoder, *, records: bool = False) -> np.ndarray:
-    """The ids of the concatenated files: (characters,) in `id_dtype`; with `records`, as a split of `prepare`.
-
-    Raises:
-        DataError: a file is not UTF-8, or all together have fewer than two characters.
-        UnknownCharacterError: a character is not in the vocabulary, and refused; gives its offset in the concatenated
-            text.
-    """
-    tokenizer = encoder.tokenizer
-    pieces, start = [np.empty(0, id_dtype(tokenizer.vocab_size))], 0
-    for text in read_text(files):
-        try:
-            pieces.append(encoder.encode(text).astype(pieces[0].dtype))
-        except UnknownCharacterError as error:
-            raise UnknownCharacterError(error.character, start + error.offset) from None
-        start += len(text)
-    ids = np.concatenate(pieces)
-    if len(ids) < 2:
-        raise DataError(f"{files[0]} has {plural(len(ids), 'character')}; scoring needs at least 2")
-    if records:
-        end = np.array(tokenizer.encode("\n"), ids.dtype)
-        ids = np.concatenate((end, ids, end))
-        ids = ids[np.concatenate(([True], (ids[1:] != end) | (ids[:-1] != end)))]  # empty lines are no records
-        if len(ids) < 2:
-            raise DataError(f"{files[0]} has no records")
-    return ids
 
 
 def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder: Path, records: bool) -> None:
@@ -603,10 +602,9 @@ def _places_of(ids: np.ndarray, id: int) -> np.ndarray:
 
 
 def unseen_records(ids: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """The split `ids` without the records that the split `train` has too."""
+    """Of each record of the split `ids`, whether the split `train` is without it: (records,) bool."""
     known = {hash(record) for record in _records(train)}  # two in 2⁶⁴ collide
-    is_unseen = [hash(record) not in known for record in _records(ids)]
-    return ids[np.concatenate(([True], np.repeat(is_unseen, record_pieces(ids, len(ids))[1])))]
+    return np.array([hash(record) not in known for record in _records(ids)])
 
 
 def _records(ids: np.ndarray) -> Iterator[bytes]:

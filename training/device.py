@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import platform
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +13,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from service.engine.native import _cpu_flags
 from service.model.gpt import GPT
 from training.config import ConfigError, TrainConfig
 from training.fused import FusedForward
 from training.messages import plural
 
+BF16_WIDTHS = {"auto": 128, "false": 256}  # by `fused`: n_embd from which on bfloat16 is faster on a CPU that has it
 
-def resolve_auto(config: TrainConfig, vocab_size: int, world_size: int) -> dict[str, Any]:
+
+def resolve_auto(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """Device, dtype and threads of a run on this machine. Saved with the run, whose bits depend on them.
 
     Raises:
@@ -40,36 +40,24 @@ def resolve_auto(config: TrainConfig, vocab_size: int, world_size: int) -> dict[
     threads = config.threads or torch.get_num_threads()
     resolved: dict[str, Any] = {"device": device, "dtype": config.dtype, "threads": threads}
     if config.dtype == "auto":
-        rows = config.batch_size // world_size // config.accumulate
-        parts = 2 if in_halves(replace(config, **resolved), rows) else 1
-        torch.set_num_threads(threads // parts)
-        resolved["dtype"] = faster_dtype(replace(config, **resolved), vocab_size, rows // parts)
+        resolved["dtype"] = suitable_dtype(replace(config, **resolved), _cpu_flags())
     return resolved
 
 
-def faster_dtype(config: TrainConfig, vocab_size: int, rows: int) -> Literal["float32", "bfloat16"]:
-    """The dtype with the faster step on this machine; on a CPU, timed over a few steps of each with `rows` windows."""
+def suitable_dtype(config: TrainConfig, cpu_flags: Set[str]) -> Literal["float32", "bfloat16"]:
+    """The dtype of "auto": of the machine's features and the settings alone, so that a command repeats its bytes.
+
+    On a CPU products of narrow matrices gain less from bfloat16 than its conversions cost.
+    """
     if config.device == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    if config.device == "mps":
-        return "float32"
-    model = GPT(config.model_config(vocab_size))
-    idx = torch.zeros(rows, config.block_size, dtype=torch.long)
-    configs = {dtype: replace(config, dtype=dtype) for dtype in ("float32", "bfloat16")}
-    seconds = dict.fromkeys(configs, math.inf)
-    for _ in range(3):
-        for dtype, candidate in configs.items():
-            started = time.perf_counter()
-            with autocast(candidate):
-                logits = training_forward(model, candidate)(idx)
-            F.cross_entropy(logits.float().flatten(0, 1), idx.flatten()).backward()
-            seconds[dtype] = min(seconds[dtype], time.perf_counter() - started)
-    return "bfloat16" if seconds["bfloat16"] < seconds["float32"] else "float32"
+    multiplies_bf16 = config.device == "cpu" and "avx512_bf16" in cpu_flags
+    return "bfloat16" if multiplies_bf16 and config.n_embd >= BF16_WIDTHS[config.fused] else "float32"
 
 
 def training_forward(model: GPT, config: TrainConfig) -> Callable[[Tensor], Tensor]:
-    """The fastest idx (B, T) -> logits (B, T, V) for training on the config's device."""
-    if config.device == "cpu":
+    """The fastest idx (B, T) -> logits (B, T, V) for training on the config's device; `selfcheck` compares it."""
+    if config.device == "cpu" and config.fused == "auto":
         return FusedForward(model, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
     compiled: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
     return compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from training.config import TrainConfig
-from training.evaluate import bits
+from training.evaluate import Scores, bits
 from training.log import read_log
 from training.messages import plural, say
 from training.state import Progress
@@ -23,6 +24,7 @@ from training.state import Progress
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+RECENT = 50  # steps whose mean loss the bar shows
 LINE_SECONDS = 10.0  # between two lines of progress, where no bar is shown
 NOISE = 0.005  # differences in validation loss, in nats, that another seed would make too
 TRAIN_COLOR, VAL_COLOR, BEST_COLOR = "tab:blue", "tab:orange", "tab:green"
@@ -39,7 +41,10 @@ BASELINES = ("uniform", "unigram", "bigram")
 
 
 class ProgressView(Bar):
-    """A progress bar on terminals, and a line per evaluation everywhere."""
+    """A progress bar on terminals, and a line per evaluation everywhere.
+
+    The bar's loss is the mean of the last RECENT steps, an evaluation's that of all steps since the one before.
+    """
 
     def __init__(self, console: Console, config: TrainConfig):
         super().__init__(
@@ -51,14 +56,15 @@ class ProgressView(Bar):
             disable=not console.is_terminal,
         )
         self.config = config
-        self.loss = math.nan  # smoothed
+        self.losses: deque[float] = deque(maxlen=RECENT)
         self.line_at = time.monotonic() + LINE_SECONDS
         self.task = self.add_task("", total=config.steps, figures="")
 
     def show_step(self, progress: Progress, loss: float) -> None:
-        self.loss = loss if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
+        self.losses.append(loss)
         rate = progress.characters / progress.elapsed_seconds
-        figures = f"loss {self.loss:.3f} · {rate:,.0f} characters/s"
+        mean = sum(self.losses) / len(self.losses)
+        figures = f"loss {mean:.3f} in {plural(len(self.losses), 'step')} · {rate:,.0f} characters/s"
         self.update(self.task, completed=progress.step, figures=figures)
         if not self.console.is_terminal and time.monotonic() >= self.line_at:
             self.line_at = time.monotonic() + LINE_SECONDS
@@ -68,7 +74,9 @@ class ProgressView(Bar):
         self.line_at = time.monotonic() + LINE_SECONDS
         val = record["val_loss"]
         best = " (best)" if progress.best_step == progress.step else ""
-        train = "" if math.isnan(self.loss) else f"  train {self.loss:.4f}"
+        train = ""
+        if "mean_train_loss" in record:
+            train = f"  train {record['mean_train_loss']:.4f} in {plural(record['mean_of_steps'], 'step')}"
         rate = progress.characters / max(progress.elapsed_seconds, 1e-9)
         say(
             self.console,
@@ -122,23 +130,31 @@ def print_report(
     losses: dict[str, float],
     speed: dict[str, float],
     out: Path,
-    scored_characters: int,
+    scores: Scores,
     val_characters: int,
 ) -> None:
     """The losses of the best weights beside the baselines, overfitting, speed, and the paths of the results."""
-    part = f", first {plural(scored_characters, 'character')}" if scored_characters < val_characters else ""
-    table = Table("", f"loss per character, validation split{part}", "nats", "bits")
+    table = Table("", "loss per character, validation split", "nats", "bits")
     for name in filter(losses.__contains__, LOSSES):
-        table.add_row(name, LOSSES[name], f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
+        is_sampled = name in scores.losses and scores.standard_error is not None
+        error = f" ± {scores.standard_error:.4f}" if is_sampled else ""
+        table.add_row(name, LOSSES[name], f"{losses[name]:.4f}{error}", f"{bits(losses[name]):.4f}")
     console.print(table)
+    if scores.standard_error is not None:
+        say(
+            console,
+            f"this model was scored on a sample: {scores.characters:,} of {plural(val_characters, 'character')}; ±: "
+            "standard error. --score-chars all scores the rest",
+        )
     if warning := verdict(losses):
         say(console, warning)
     records = read_log(out)
-    val = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
+    evaluations = {r["step"]: r for r in records if r["event"] == "evaluation"}
+    val = {step: r["val_loss"] for step, r in evaluations.items()}
     part = f", first {plural(config.eval_chars, 'character')}" if 0 < config.eval_chars < val_characters else ""
     table = Table("step", "training loss", f"validation loss{part}, in {config.dtype}")
     best, last = progress.best_step, max(val)
-    train = {step: train_loss_until(records, step, config.eval_every) for step in (best, last) if step is not None}
+    train = {s: evaluations[s].get("mean_train_loss", math.nan) for s in (best, last) if s is not None}
     for step, loss in train.items():
         name = f"{step} (best)" if step == best else f"{step} (last)"
         table.add_row(name, "" if math.isnan(loss) else f"{loss:.4f}", f"{val[step]:.4f}")
@@ -191,12 +207,6 @@ def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
 
 def figure_of(value: float) -> str:
     return f"{value:,.4f}".removesuffix(".0000")
-
-
-def train_loss_until(records: list[dict[str, Any]], step: int, steps: int) -> float:
-    """Mean logged training loss over the `steps` up to `step`; nan if none was logged."""
-    losses = [r["train_loss"] for r in records if r["event"] == "train" and step - steps < r["step"] <= step]
-    return sum(losses) / len(losses) if losses else math.nan
 
 
 def draw_curves(out: Path) -> None:

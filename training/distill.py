@@ -50,6 +50,10 @@ class Teachers:
         self.models = [checkpoint.load_model(config.device) for checkpoint in checkpoints]
         self._forwards = [training_forward(model, replace(config, compile=False)) for model in self.models]
 
+    def use_autograd(self) -> None:
+        """Predict through GPT.forward, which the fast forward does not compute."""
+        self._forwards = list(self.models)
+
     @torch.no_grad()
     def __call__(self, idx: Tensor) -> Tensor:
         """Ids (B, T) -> probabilities of the next character (B, T, V), float32."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from service.model.tokenizer import UnknownCharacterError
 from training.data import (
     IGNORED,
     DataError,
-    encode_files,
     find_texts,
     padded,
     read_text,
@@ -28,11 +28,12 @@ from training.data import (
     unseen_records,
     window_pieces,
 )
-from training.inputs import Encoder, load_model, training_corpus
+from training.inputs import Encoder, encode_files, load_model, training_corpus
 from training.messages import plural
 
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
+STRETCH_WINDOWS = 4  # of each stretch of a sample
 
 Advance = Callable[[int], object]  # is told of each forward how many characters it has scored; `int` ignores it
 
@@ -46,7 +47,7 @@ def command(args: argparse.Namespace) -> None:
     else:
         notes: set[str] = set()
         encoder = Encoder.of(args, checkpoint)
-        files = find_texts(args.data, args.glob or (), notes)
+        files = find_texts(args.data, args.glob or (), args.exclude or (), notes)
         try:
             ids = encode_files(files, encoder, records=records)
         except UnknownCharacterError as error:
@@ -66,6 +67,15 @@ def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Losses of a split, or of a sample of it."""
+
+    losses: dict[str, float]
+    characters: int  # scored, in each of `whole` and `streamed`
+    standard_error: float | None  # of `whole` as an estimate for the split; None: all of it was scored
+
+
 def split_losses(
     model: GPT, ids: np.ndarray, records: bool, train: np.ndarray | None = None, advance: Advance = int
 ) -> dict[str, float]:
@@ -73,27 +83,69 @@ def split_losses(
 
     Of records also `unseen`, streamed: of those that are not in `train` too, if there are both kinds.
     """
-    if not records:
-        return {"whole": whole_loss(model, ids, advance), "streamed": streamed_loss(model, ids, advance)}
-    losses = {
-        "whole": piece_loss(model, ids, *record_pieces(ids, model.config.block_size), advance),
-        "streamed": piece_loss(model, ids, *record_pieces(ids, len(ids)), advance),
-    }
-    if train is not None:
-        unseen = unseen_records(ids, train)
-        if 1 < len(unseen) < len(ids):
-            losses["unseen"] = piece_loss(model, unseen, *record_pieces(unseen, len(unseen)))
-    return losses
+    return sampled_scores(model, ids, len(ids), records, train, advance).losses
 
 
-def beginning(ids: np.ndarray, count: int, records: bool) -> np.ndarray:
-    """The first `count` characters of a split, at least two, of records whole ones; count 0: all."""
-    if not 0 < count < len(ids):
-        return ids
+def sampled_scores(
+    model: GPT, ids: np.ndarray, count: int, records: bool, train: np.ndarray | None = None, advance: Advance = int
+) -> Scores:
+    """`split_losses` of about `count` characters: of a text, stretches at equal distances; of records, the first.
+
+    Records that fit the window are scored once: both losses are the same.
+    """
+    window = model.config.block_size
     if records:
-        lengths = np.cumsum(record_pieces(ids, len(ids))[1])
-        count = 1 + int(lengths[max(0, int(np.searchsorted(lengths, count - 1, "right")) - 1)])
-    return ids[: max(2, count)]
+        part = beginning(ids, count)
+        starts, lengths = record_pieces(part, len(part))
+        sums = piece_sums(model, part, starts, lengths, advance)
+        streamed = whole = float(sums.sum()) / int(lengths.sum())
+        if lengths.max() > window:
+            whole = piece_loss(model, part, *record_pieces(part, window), advance)
+        losses = {"whole": whole, "streamed": streamed}
+        if train is not None:
+            is_unseen = unseen_records(part, train)
+            if 0 < is_unseen.sum() < len(is_unseen):
+                losses["unseen"] = float(sums[is_unseen].sum()) / int(lengths[is_unseen].sum())
+    else:
+        places = stretches(len(ids), count, window)
+        pieces = [window_pieces(ids[start:end], window) for start, end in places]
+        starts = np.concatenate([start + its for (start, _), (its, _) in zip(places, pieces, strict=True)])
+        all_sums = piece_sums(model, ids, starts, np.concatenate([its for _, its in pieces]), advance)
+        ends = np.cumsum([len(its) for _, its in pieces])[:-1]
+        sums = np.array([part.sum() for part in np.split(all_sums, ends)])
+        lengths = np.array([its.sum() for _, its in pieces])
+        streamed_sums = (
+            streamed_sum(model, ids[max(0, start - window) : end], advance, skip=min(start, window))
+            for start, end in places
+        )
+        losses = {"whole": float(sums.sum()) / int(lengths.sum()), "streamed": sum(streamed_sums) / int(lengths.sum())}
+    scored = int(lengths.sum())
+    return Scores(losses, scored, None if scored >= len(ids) - 1 else _standard_error(sums, lengths))
+
+
+def _standard_error(sums: np.ndarray, lengths: np.ndarray) -> float:
+    """Of the mean loss per character, given those of clusters that were drawn: each varies as a whole."""
+    n, total = len(sums), lengths.sum()
+    return float(np.sqrt(n / max(1, n - 1) * ((sums - sums.sum() / total * lengths) ** 2).sum()) / total)
+
+
+def stretches(length: int, count: int, window: int) -> list[tuple[int, int]]:
+    """Starts and ends of stretches of a text of `length` characters, of which all but their first characters are
+    `count`, at equal distances; one if that is the whole text.
+    """
+    if count >= length - 1:
+        return [(0, length)]
+    number = max(1, min(count, max(2, count // (STRETCH_WINDOWS * window))))
+    size = count // number
+    return [(start, start + size + 1) for start in np.linspace(0, length - size - 1, number).astype(int).tolist()]
+
+
+def beginning(ids: np.ndarray, count: int) -> np.ndarray:
+    """The first records of a split, whole ones of about `count` characters, at least one."""
+    if count >= len(ids):
+        return ids
+    lengths = np.cumsum(record_pieces(ids, len(ids))[1])
+    return ids[: 1 + int(lengths[max(0, int(np.searchsorted(lengths, count - 1, "right")) - 1)])]
 
 
 def whole_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
@@ -141,11 +193,12 @@ def streamed_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
     return streamed_sum(model, ids, advance) / (len(ids) - 1)
 
 
-def streamed_sum(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
-    """`streamed_loss`, summed."""
+def streamed_sum(model: GPT, ids: np.ndarray, advance: Advance = int, skip: int = 0) -> float:
+    """`streamed_loss`, summed, without the first `skip` targets, which are context alone."""
     total, scored = 0.0, 0
     for logits in streamed_logits(model, ids):
-        targets = ids[scored + 1 : scored + 1 + logits.size(1)]
+        targets = ids[scored + 1 : scored + 1 + logits.size(1)].astype(np.int64)
+        targets[: max(0, skip - scored)] = IGNORED
         total += float(_losses(logits, targets[None])[0])
         scored += len(targets)
         advance(len(targets))

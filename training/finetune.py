@@ -6,6 +6,7 @@ text. New characters are refused or, on request, appended.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 from service.model.checkpoint import WEIGHTS, Checkpoint
 from service.model.tokenizer import CharTokenizer
 from training.config import SHAPE, ConfigError, TrainConfig
+from training.data import TRAIN_SHARE, Corpus
+from training.messages import plural
 
 MAX_LISTED = 20  # characters named in an error message
 
@@ -29,14 +32,17 @@ class Origin:
     lineage: dict[str, Any]  # provenance of the weights, for training.json
 
 
-def checkpoint_shape(path: str) -> dict[str, Any]:
-    """The SHAPE settings of the checkpoint at `path`.
+def inherited(path: str) -> dict[str, Any]:
+    """The settings that a run takes over from the checkpoint at `path`, where they are not given: SHAPE, and records.
+
+    Windows are whole, as it has seen such.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    shape = Checkpoint.read(path).config
-    return {name: getattr(shape, name) for name in SHAPE}
+    checkpoint = Checkpoint.read(path)
+    shape = {name: getattr(checkpoint.config, name) for name in SHAPE}
+    return shape | {"records": checkpoint.record_end is not None, "window_stages": 1}
 
 
 def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
@@ -94,9 +100,23 @@ def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
     return Origin(CharTokenizer(vocabulary.characters + added), weights, lineage)
 
 
+def refuse_short_text(config: TrainConfig, corpus: Corpus) -> None:
+    """Raises ConfigError: the text has fewer than two windows of the checkpoint, which cannot be shortened."""
+    length, needed = len(corpus.train), 2 * config.block_size
+    if corpus.records is None and length < needed:
+        more = math.ceil((needed - length) / TRAIN_SHARE)
+        raise ConfigError(
+            f"fine-tuning {config.init_from} needs {needed:,} characters to train on, two of its windows, got "
+            f"{length:,}: add {plural(more, 'character')} of text (--data takes several files), or train a new model "
+            "without --init-from, whose window the text decides"
+        )
+
+
 def describe_origin(config: TrainConfig, origin: Origin) -> str:
     added = len(origin.lineage["added_characters"])
     return (
         f"starting from {config.init_from}: {', '.join(f'{name} {getattr(config, name)}' for name in SHAPE[:5])}, "
-        f"{origin.tokenizer.vocab_size - added:,} characters" + (f" plus {added:,} new" if added else "")
+        f"{origin.tokenizer.vocab_size - added:,} characters"
+        + (f" plus {added:,} new" if added else "")
+        + ("; each line is a record, as there" if config.records else "")
     )

@@ -36,11 +36,12 @@ class FusedForward:
     def __init__(self, model: GPT, dtype: torch.dtype):
         self.model, self.dtype = model, dtype
 
-    def __call__(self, idx: Tensor) -> Tensor:
+    def __call__(self, idx: Tensor, stream: list[Tensor] | None = None) -> Tensor:
+        """stream: gets the embedding and what each half block adds it to, (B, T, C) each."""
         with torch.autocast("cpu", enabled=False):  # dtypes are explicit here
-            return self._forward(idx)
+            return self._forward(idx, [] if stream is None else stream)
 
-    def _forward(self, idx: Tensor) -> Tensor:
+    def _forward(self, idx: Tensor, stream: list[Tensor]) -> Tensor:
         model, config = self.model, self.model.config
         T = idx.size(1)
         assert T <= config.block_size, "longer texts need the band of GPT.forward"
@@ -49,6 +50,7 @@ class FusedForward:
         p = config.dropout if model.training else 0.0
         x = model.embed(idx)
         cos, sin = rope_angles(torch.arange(T), config, x.dtype)
+        stream.append(x)
         for block in model.blocks:
             assert isinstance(block, Block)
             attn, mlp = block.attn, block.mlp
@@ -56,9 +58,11 @@ class FusedForward:
                 x, block.attn_norm.weight, attn.qkv.weight, attn.q_norm.weight, attn.k_norm.weight, attn.proj.weight,
                 (cos, sin, config.norm_eps, p, self.dtype),
             )  # fmt: skip
+            stream.append(x)
             x = _SwiGLU.apply(
                 x, block.mlp_norm.weight, mlp.gate_up.weight, mlp.proj.weight, (config.norm_eps, p, self.dtype)
             )
+            stream.append(x)
         return F.linear(model.norm(x), model.head.weight)  # bfloat16 would round a logit of 10 by up to 0.03
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ from service.constrain.automaton import Automaton
 from service.constrain.regex import RegexError, compile_regex
 from service.model.checkpoint import MANIFEST, Checkpoint
 from service.model.gpt import GPT
-from service.model.tokenizer import CharTokenizer
+from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from training.config import ConfigError
-from training.data import Corpus, encode_array, prepare, recode
+from training.data import Corpus, DataError, encode_array, id_dtype, prepare, read_text, recode
 from training.device import pick_device
 from training.messages import plural, unescaped
 
@@ -66,7 +67,8 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
     if data is None:
         raise ConfigError(f"{checkpoint.path / 'training.json'} does not record the training text; pass --data")
     glob = recipe.get("glob", ()) if args.glob is None else args.glob
-    corpus = prepare(data, records=checkpoint.record_end is not None, glob=glob)
+    exclude = recipe.get("exclude", ()) if args.exclude is None else args.exclude
+    corpus = prepare(data, records=checkpoint.record_end is not None, glob=glob, exclude=exclude)
     if corpus.sha256 != expected.get("sha256"):
         raise ConfigError(
             f"{' '.join(data)} is not the training text of {checkpoint.path}: "
@@ -112,6 +114,34 @@ class Encoder:
         if self.num_unknown:
             done = "replaced" if self.policy == "replace" else "dropped"
             print(f"{plural(self.num_unknown, 'unknown character')} {done}", file=sys.stderr)
+
+
+def encode_files(files: Sequence[Path], encoder: Encoder, *, records: bool = False) -> np.ndarray:
+    """The ids of the concatenated files: (characters,) in `id_dtype`; with `records`, as a split of `prepare`.
+
+    Raises:
+        DataError: a file is not UTF-8, or all together have fewer than two characters.
+        UnknownCharacterError: a character is not in the vocabulary, and refused; gives its offset in the concatenated
+            text.
+    """
+    tokenizer = encoder.tokenizer
+    pieces, start = [np.empty(0, id_dtype(tokenizer.vocab_size))], 0
+    for text in read_text(files):
+        try:
+            pieces.append(encoder.encode(text).astype(pieces[0].dtype))
+        except UnknownCharacterError as error:
+            raise UnknownCharacterError(error.character, start + error.offset) from None
+        start += len(text)
+    ids = np.concatenate(pieces)
+    if len(ids) < 2:
+        raise DataError(f"{files[0]} has {plural(len(ids), 'character')}; scoring needs at least 2")
+    if records:
+        end = np.array(tokenizer.encode("\n"), ids.dtype)
+        ids = np.concatenate((end, ids, end))
+        ids = ids[np.concatenate(([True], (ids[1:] != end) | (ids[:-1] != end)))]  # empty lines are no records
+        if len(ids) < 2:
+            raise DataError(f"{files[0]} has no records")
+    return ids
 
 
 def compile_pattern(flag: str, pattern: str, tokenizer: CharTokenizer) -> Automaton:

@@ -23,12 +23,13 @@ from training.data import prepare, recode, sampler_of
 from training.device import pick_device, resolve_auto
 from training.distill import Teachers
 from training.distributed import World
-from training.finetune import checkpoint_shape, describe_origin, load_origin
+from training.finetune import describe_origin, inherited, load_origin, refuse_short_text
 from training.folders import restore_folder
 from training.inputs import find_checkpoint
 from training.loop import DivergedError, InterruptedRun, Run
 from training.messages import plural, say
 from training.recipe import SETTINGS, explanation, fitted
+from training.selfcheck import refuse_other_weights
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings
 
@@ -55,26 +56,34 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
         given["teachers"] = tuple(str(find_checkpoint(path)) for path in given["teachers"])
     if not args.resume:
         if "init_from" in given:
-            given = checkpoint_shape(given["init_from"]) | {"window_stages": 1} | given  # it has seen whole windows
+            given = inherited(given["init_from"]) | given
+        preset = TrainConfig.from_preset(args.preset or "cpu")
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
-        start(config, args.out, console, overwrite=args.overwrite, adaptable=SETTINGS - given.keys())
+        adaptable = SETTINGS - given.keys()
+        start(config, args.out, console, overwrite=args.overwrite, adaptable=adaptable, preset=preset)
         return
     data = given.pop("data", None)
     if args.preset:
         wanted = TrainConfig.from_preset(args.preset, **given).as_dict()
         # The shape is that of init_from, which may be gone by now; and the text may have been too small for the preset.
-        fixed = {*SHAPE, "window_stages"} if "init_from" in given else set()
+        fixed = {*SHAPE, "records", "window_stages"} if "init_from" in given else set()
         left_out = {"data", *((fixed | SETTINGS) - given.keys())}
         given = {name: value for name, value in wanted.items() if name not in left_out}
     resume(args.out, given, console, data=data)
 
 
 def start(
-    config: TrainConfig, out: Path, console: Console, *, overwrite: bool = False, adaptable: Set[str] = frozenset()
+    config: TrainConfig,
+    out: Path,
+    console: Console,
+    *,
+    overwrite: bool = False,
+    adaptable: Set[str] = frozenset(),
+    preset: TrainConfig | None = None,
 ) -> None:
     """Train a new run in `out` to its end.
 
-    adaptable: the settings that the text may change.
+    adaptable: the settings that the text may change. preset: the config before the user's settings.
 
     Raises:
         ResumeError: `out` is not empty and `overwrite` is false.
@@ -82,13 +91,13 @@ def start(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {out} cannot be created: {error.strerror}") from None
+        raise ConfigError(f"--out {out} cannot be created: {error.strerror}; pass another --out") from None
     with joined(out) as world:
-        decided = world.from_main(lambda: _new_run(config, out, console, overwrite, adaptable, world))
+        decided = world.from_main(lambda: _new_run(config, out, console, overwrite, adaptable, preset, world))
         if decided is None:
             return
         config, resolved = decided
-        corpus, origin = prepare(config.data, records=config.records, glob=config.glob), None
+        corpus, origin = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude), None
         if config.init_from:
             origin = load_origin(config, corpus.tokenizer.characters)
             corpus = recode(corpus, origin.tokenizer)
@@ -96,7 +105,13 @@ def start(
 
 
 def _new_run(
-    config: TrainConfig, out: Path, console: Console, overwrite: bool, adaptable: Set[str], world: World
+    config: TrainConfig,
+    out: Path,
+    console: Console,
+    overwrite: bool,
+    adaptable: Set[str],
+    preset: TrainConfig | None,
+    world: World,
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """The settings for this text and this machine: all that is refused, is refused before an earlier run is removed."""
     existing = sorted(path.name for path in out.iterdir())
@@ -106,7 +121,7 @@ def _new_run(
             f"{out} already contains {', '.join(existing[:5])}; pass {resuming}--overwrite to replace it, or another "
             "--out"
         )
-    corpus = prepare(config.data, records=config.records, glob=config.glob)
+    corpus = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude)
     tokenizer = corpus.tokenizer
     for note in corpus.notes:
         say(console, note)
@@ -116,14 +131,15 @@ def _new_run(
     if config.init_from:
         origin = load_origin(config, tokenizer.characters)
         say(console, describe_origin(config, origin))
+        refuse_short_text(config, corpus)
         tokenizer = origin.tokenizer
     longest = min((Checkpoint.read(path).config.block_size for path in config.teachers), default=None)
-    config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate, longest)
+    config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate, longest, preset)
     if changes:
         say(console, explanation(corpus, changes))
-    config.model_config(tokenizer.vocab_size)  # refuses an impossible shape
+    refuse_other_weights(config.model_config(tokenizer.vocab_size))  # and an impossible shape
     sampler_of(corpus, config.block_size, config.seed)  # refuses a text that is too short for it
-    resolved = resolve_auto(config, tokenizer.vocab_size, world.size)
+    resolved = resolve_auto(config, world.size)
     if config.teachers:
         Teachers(replace(config, **resolved), tokenizer)
     for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):
@@ -150,7 +166,7 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
         if config is None:
             return
         saved = replace(Saved.read(out / "last"), config=config)
-        corpus = prepare(config.data, records=config.records, glob=config.glob)
+        corpus = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude)
         Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), out, world).train(console)
 
 
@@ -178,7 +194,7 @@ def _continued(
         )
     if config.steps <= progress.step and "steps" in changes:
         raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
-    corpus = prepare(config.data, records=config.records, glob=config.glob)
+    corpus = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude)
     if corpus.sha256 != saved.data["sha256"]:
         raise ResumeError(
             f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "

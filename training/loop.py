@@ -56,18 +56,21 @@ from training.device import autocast, halves, machine, training_forward
 from training.display import ProgressView, draw_curves, print_report, show_forwards, warn_if_vocabulary_is_large
 from training.distill import Teachers
 from training.distributed import World
-from training.evaluate import BATCH_CHARS, baselines, beginning, piece_loss, split_losses
+from training.evaluate import BATCH_CHARS, baselines, piece_loss, sampled_scores
 from training.finetune import Origin
+from training.fused import FusedForward
 from training.log import RunLog
 from training.messages import Refusal, duration, plural, resume_command, say
 from training.optim import FlatGradients, Optimizers, lr_scale
 from training.sample import beginning_of_record, sample_texts
 from training.saving import save_checkpoint
+from training.selfcheck import NOT_SERVABLE, first_difference, is_servable
 from training.speed import flops_per_character, matmul_peak
 from training.state import Progress, ResumeError, Saved, pack
 
 SAMPLED_RECORDS = 5  # shown at each evaluation
-BOUNDED_SECONDS = 30  # of scoring, from which on a line says how to bound it
+# Of as many characters as were trained on, scored in all without being asked: they take less than a tenth of the time.
+SCORED_SHARE, MIN_SCORED = 1 / 8, 20_000
 ESTIMATE_STEPS = 10  # by which the rest of the run is estimated
 TABLE_BYTES = 1 << 30  # of what teachers predict for the whole text
 
@@ -137,6 +140,7 @@ class Run:
         self.optimizers = Optimizers(self.model, config, self.halves.map if self.halves else map)
         self.progress = Progress()
         self.run_log: RunLog | None = None  # of the main process, while it trains
+        self.scored: dict[str, Any] = {}  # characters and standard error of the final losses, for training.json
         self.saved_at = time.monotonic()
         self.cpu_seconds = 0.0  # this process's last step
 
@@ -178,7 +182,7 @@ class Run:
             for line in size_check(self.corpus, self.model.config.num_parameters, bool(self.teachers)):
                 say(console, line)
         warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.config.num_parameters)
-        self.world.all_reduce_(torch.zeros(1))  # barrier: the first save replaces files that every process reads
+        self.check_forward(console)
         view = ProgressView(console, config)
         with self.storage_errors(), contextlib.ExitStack() as stack, catch_signals() as self.received, view:
             if self.world.is_main:
@@ -213,6 +217,22 @@ class Run:
                         draw_curves(self.out)
                     raise self.interrupted(self.stopped)
             self.finish(console)
+
+    def check_forward(self, console: Console) -> None:
+        """Go through autograd where the fast forward does not compute GPT.forward; a line says so."""
+        config, model, difference = self.config, self.model.config, None
+        if isinstance(self.forward, FusedForward):
+            rows = min(config.batch_size, max(1, config.tokens_per_step // config.block_size // self.world.size))
+            difference = first_difference(model, self.forward.dtype, rows)
+        # Also a barrier: the first save replaces files that every process reads.
+        if self.world.all_reduce_(torch.tensor([float(difference is not None)])).item():
+            self.forward = self.model
+            if self.teachers:
+                self.teachers.use_autograd()
+        if difference:
+            say(console, f"gpt.py has changed: {difference}")
+        if self.world.is_main and not is_servable(model):
+            say(console, NOT_SERVABLE)
 
     def interrupted(self, number: int) -> InterruptedRun:
         """By a signal, after a save."""
@@ -252,16 +272,31 @@ class Run:
         piece_loss(self.model, self.corpus.val, starts, lengths)
         self.model.train()
         seconds_each = (time.monotonic() - started) / int(lengths.sum())
-        val, scored = len(self.corpus.val), len(self.scored)
+        val = len(self.corpus.val)
+        scored = min(val, self.scored_characters(config.steps * config.tokens_per_step))
         evaluated = min(config.eval_chars or val, val) * -(-(config.steps - step) // config.eval_every)
         growth = self.flops_per_character(self.mean_window) / self.flops_per_character(config.window_at(step))
         training = (config.steps - step) * step_seconds * growth + evaluated * seconds_each / self.world.size
-        scoring = 2 * scored * seconds_each
-        bound = "; --score-chars bounds it" if scoring > BOUNDED_SECONDS else ""
+        scoring = self.scorings * scored * seconds_each
+        more = f" of {val:,}; --score-chars all scores the rest" if scored < val else ""
         return (
             f"about {duration(training + scoring)} to the end: {duration(training)} of training, {duration(scoring)} "
-            f"of scoring {plural(scored, 'validation character')} twice{bound}"
+            f"of scoring {plural(scored, 'validation character')}{more}"
         )
+
+    @property
+    def scorings(self) -> int:
+        """How often the final report scores a character: in windows and streamed, unless these are the same."""
+        is_same = self.corpus.records is not None and self.val_pieces[1].max() < self.config.block_size
+        return 1 if is_same else 2
+
+    def scored_characters(self, trained: int) -> int:
+        """Of the validation split, by the final report, after so many characters of training."""
+        if self.config.score_chars == "all":
+            return len(self.corpus.val)
+        if self.config.score_chars == "auto":
+            return max(MIN_SCORED, int(trained * SCORED_SHARE) // self.scorings)
+        return int(self.config.score_chars)
 
     @property
     def evaluation_is_due(self) -> bool:
@@ -329,6 +364,8 @@ class Run:
         progress.position = self.sampler.position
         progress.loss_sum += value
         progress.loss_steps += 1
+        progress.interval_loss_sum += value
+        progress.interval_steps += 1
         progress.cpu_seconds += cpu_seconds
         self.cpu_seconds = time.process_time() - started
         return value
@@ -344,8 +381,8 @@ class Run:
         config, scale = self.config, lr_scale(step, self.config)
         return DivergedError(
             f"diverged at step {step + 1}: {what}, at muon_lr {config.muon_lr * scale:.3g} and adamw_lr "
-            f"{config.adamw_lr * scale:.3g}. The last good checkpoint is {self.out / 'last'}. Try lower learning rates "
-            "or dtype float32"
+            f"{config.adamw_lr * scale:.3g}. The last good checkpoint is {self.out / 'last'}. Try lower learning rates"
+            + (" or --dtype float32" if config.dtype == "bfloat16" else "")
         )
 
     def loss(self, idx: Tensor, targets: Tensor, expected: Tensor | None = None) -> Tensor:
@@ -370,6 +407,9 @@ class Run:
             raise self.diverged(progress.step - 1, f"validation loss {val_loss}")
         progress.evaluated_step = progress.step
         record = {"event": "evaluation", "step": progress.step, "val_loss": val_loss}
+        if steps := progress.interval_steps:
+            record |= {"mean_train_loss": progress.interval_loss_sum / steps, "mean_of_steps": steps}
+            progress.interval_loss_sum, progress.interval_steps = 0.0, 0
         if self.config.sample_chars and self.world.is_main:
             tokenizer = self.corpus.tokenizer
             prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]
@@ -412,25 +452,24 @@ class Run:
             self.save()
             return
         best = Checkpoint.read(self.out / "best").load_model(self.device)
-        corpus, val = self.corpus, self.scored
-        with show_forwards(console, "scoring the validation split, in windows and streamed", 2 * len(val)) as advance:
-            scores = split_losses(best, val, self.config.records, corpus.train, advance)
-        losses = {**scores, **baselines(corpus.train, val, corpus.tokenizer.vocab_size)}
+        corpus, val = self.corpus, self.corpus.val
+        count = min(self.scored_characters(self.progress.characters), len(val))
+        with show_forwards(console, "scoring the validation split", self.scorings * count) as advance:
+            scores = sampled_scores(best, val, count, self.config.records, corpus.train, advance)
+        losses = {**scores.losses, **baselines(corpus.train, val, corpus.tokenizer.vocab_size)}
+        self.scored = {"scored_characters": scores.characters}
+        if scores.standard_error is not None:
+            self.scored["standard_error"] = scores.standard_error
         self.save_served("best", best, losses, self.progress.at_best)
         rate = self.progress.characters / self.progress.elapsed_seconds
         devices = 1 if self.device.type == "cpu" else self.world.size
         peak = matmul_peak(self.device, getattr(torch, self.config.dtype)) * devices
         share = rate * self.flops_per_character(self.mean_window) / peak
         speed = {"characters_per_second": rate, "matmul_peak_flops": peak, "peak_share": share}
-        self.log({"event": "end", "step": self.progress.step, **losses, **speed})
+        self.log({"event": "end", "step": self.progress.step, **losses, **self.scored, **speed})
         draw_curves(self.out)
         self.save()
-        print_report(console, self.config, self.progress, losses, speed, self.out, len(val), len(corpus.val))
-
-    @functools.cached_property
-    def scored(self) -> np.ndarray:
-        """What of the validation split the final report scores."""
-        return beginning(self.corpus.val, self.config.score_chars, self.config.records)
+        print_report(console, self.config, self.progress, losses, speed, self.out, scores, len(val) - 1)
 
     @property
     def mean_window(self) -> float:
@@ -476,6 +515,7 @@ class Run:
             "training_seconds": round(progress.elapsed_seconds, 3),
             "training_cpu_seconds": round(progress.cpu_seconds, 3),
             "losses": losses,  # nats per character
+            **self.scored,
             "parameters": self.model.config.num_parameters,
             "data": self.corpus.describe(),
             "example_prompt": self.corpus.example_prompt,

@@ -1,42 +1,52 @@
-"""`report`: how much of a text is copied from the training text, and how often it repeats itself.
+"""`report`: what `examination` finds, as a table and as a page with losses, curves and samples.
 
-Of records: how many are unique, novel, copies and valid, and how long they are. report_page.py shows it as a page.
-
-The training text is processed in chunks and may be larger than memory; not so one of records.
+The page, `report.html`, is one file, to share: it loads nothing and runs nothing, styles and curves are inside, and
+what comes from texts is escaped. It names the text's file and hash, but no path of this machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import subprocess
+import io
 import sys
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
-from service.model.gpt import GPT
-from service.model.params import SamplingParams
-from service.model.tokenizer import CharTokenizer
+from service.model.checkpoint import Checkpoint
 from training.config import ConfigError
 from training.data import Corpus
-from training.display import print_copies
+from training.display import LOSSES, curves, figure_of, print_copies, verdict
+from training.evaluate import bits
+from training.examination import MAX_SHOWN, NGRAM, Examination, examine
 from training.inputs import find_checkpoint, load_model, training_corpus
-from training.sample import beginning_of_record, check_counts, sample_texts
+from training.log import read_log
+from training.messages import plural
+from training.sample import check_counts
 
-CHUNK = 1 << 22  # training characters hashed at a time
-NGRAM = 50  # characters of a passage that is called copied
-# Polynomial hashes modulo 2⁶⁴ with an odd base; matches are verified character by character.
-BASE = np.uint64(0x9E3779B97F4A7C15)
-INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
+MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown
+MAX_CHARACTERS = 2000  # of a text
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222;
+  background: #fff; }
+h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
+table { border-collapse: collapse; } td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.bar { width: 22rem; } .bar div { height: .8rem; background: #999; } .bar .own { background: #2a7; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f5f5; padding: .6rem; margin: .3rem 0 1rem; }
+mark { background: #fd6; } del { color: #a33; } ul.records { columns: 10rem; list-style: none; padding: 0; }
+.records li { overflow-wrap: anywhere; white-space: pre-wrap; } .chart { background: #fff; }
+svg { max-width: 100%; height: auto; }
+.hint { color: #555; } .warning { border-left: .3rem solid #c60; padding-left: .8rem; }
+@media (prefers-color-scheme: dark) { body { color: #ddd; background: #181818; } pre { background: #262626; }
+  mark { background: #850; color: #fff; } .hint { color: #aaa; } del { color: #f88; } }
+"""
 
 
 def command(args: argparse.Namespace) -> None:
-    from training.report_page import write_page
-
     args.checkpoint = find_checkpoint(args.checkpoint)
     run = args.checkpoint.parent if (args.checkpoint.parent / "log.jsonl").is_file() else None
     checkpoint, model = load_model(args)
@@ -54,186 +64,160 @@ def command(args: argparse.Namespace) -> None:
         print(f"report {page}", file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class Examination:
-    """What `examine` found, and the texts it looked at."""
-
-    columns: dict[str, dict[str, Any]]  # figures by row, of what was generated and of the validation split
-    texts: list[tuple[int, str]]  # generated: (seed, text)
-    passages: list[list[tuple[int, int]]]  # of each text: starts and ends of what is copied; of records none
-    copies: Set[str] = frozenset()  # of records: the generated ones that are in the training split
-    valid: Set[str] | None = None  # of records: the valid ones, if it was asked
-
-
-def examine(
-    model: GPT, corpus: Corpus, count: int, max_tokens: int, seed: int, regex: str | None, check: str | None
-) -> Examination:
-    """Generate texts, or records, and compare them with the text that the model was trained on.
-
-    regex, check: what decides whether a record is valid: a regular expression of Python's that matches the whole, and
-    a command.
+def write_page(file: Path, checkpoint: Checkpoint, corpus: Corpus, found: Examination, run: Path | None) -> None:
+    """
+    run: the folder of the run, for its curves and the samples along the way.
 
     Raises:
-        ConfigError: the pattern is invalid, or as `valid_records`.
+        OSError: the file cannot be written.
     """
-    tokenizer, params, device = corpus.tokenizer, SamplingParams(seed=seed), str(model.head.weight.device)
-    if corpus.records is None:
-        prompt = tokenizer.encode(corpus.example_prompt)
-        generated = list(sample_texts(model, prompt, count, max_tokens, params, device=device))
-        arrays = [np.array(ids, corpus.ids.dtype) for _, ids in generated]
-        whole = np.concatenate(arrays)
-        columns = {
-            "generated": describe_copies(whole, corpus.train, tokenizer),
-            "validation split": describe_copies(corpus.val[: len(whole)], corpus.train, tokenizer),
-        }
-        texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in generated]
-        return Examination(columns, texts, [copied_passages(array, corpus.train) for array in arrays])
-    end = int(corpus.train[0])
-    found = sample_texts(
-        model, [end], count, max_tokens, params, stop=((end,),), begins=beginning_of_record(tokenizer), device=device
+    records = read_log(run) if run else []
+    title = f"Report: {corpus.name}"
+    body = [
+        f"<h1>{_text(corpus.name)}</h1>",
+        _facts(checkpoint, corpus),
+        "<h2>Losses</h2>",
+        _losses(checkpoint.training.get("losses", {})),
+        *(["<h2>Course</h2>", _chart(records), _course(records)] if records else []),
+        "<h2>Copied or new</h2>",
+        _figures(found),
+        *(_texts(found) if corpus.records is None else _records(found)),
+    ]
+    page = f"""<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_text(title)}</title>
+<style>{STYLE}</style>
+<body>
+{chr(10).join(body)}
+</body>
+</html>
+"""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page, encoding="utf-8")
+
+
+def _text(text: str) -> str:
+    """Escaped; control characters, which HTML does not allow, as their symbols."""
+    visible = "".join([chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text])
+    return escape(visible)
+
+
+def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Of cells that are HTML; numbers are to the right."""
+    lines = ["<tr>" + "".join(f"<th scope=col>{cell}" for cell in head)] if head else []
+    for first, *rest in rows:
+        lines.append(f"<tr><th scope=row>{first}" + "".join(rest))
+    return "<table>" + "\n".join(lines) + "</table>"
+
+
+def _facts(checkpoint: Checkpoint, corpus: Corpus) -> str:
+    about, shape = checkpoint.training, checkpoint.config
+    of_text = [plural(len(corpus.ids), "character"), plural(corpus.symbols, "symbol")]
+    if corpus.records is not None:
+        of_text.append(plural(corpus.records, "record"))
+    rows = [
+        ("text", f"<td>{', '.join(of_text)}; SHA-256 {corpus.sha256[:16]}…"),
+        ("model", "<td>" + ", ".join(f"{name} {getattr(shape, name)}" for name in ("n_layer", "n_embd", "block_size"))),
+    ]
+    if "parameters" in about:
+        rows.append(("", f"<td>{plural(about['parameters'], 'parameter')}"))
+    if "step" in about:
+        seen, seconds = about.get("characters_seen", 0), about.get("training_seconds", 0)
+        course = f"{plural(about['step'], 'step')}, {plural(seen, 'character')}, {seconds:,.0f} s to the best"
+        rows.append(("training", f"<td>{course}"))
+    rows.append(("checkpoint", f"<td>SHA-256 {checkpoint.digest[:16]}…"))
+    return _table(rows)
+
+
+def _losses(losses: dict[str, float]) -> str:
+    rows, known = [], {name: losses[name] for name in LOSSES if losses.get(name) is not None}
+    for name, loss in known.items():
+        own = " class=own" if name in ("whole", "streamed", "unseen") else ""
+        width = 100 * loss / max(known.values())
+        bar = f'<td class=bar><div{own} style="width: {width:.1f}%"></div>'
+        rows.append(
+            (name, f"<td>{LOSSES[name]}{bar}", f"<td class=number>{loss:.4f}", f"<td class=number>{bits(loss):.4f}")
+        )
+    if not rows:
+        return "<p>The run has not ended: it is not compared with baselines yet."
+    hint = "<p class=hint>Per character of the validation split, which was not trained on; shorter bars are better."
+    table = _table(rows, ("", "", "", "nats", "bits"))
+    warning = verdict(losses) if known.keys() >= LOSSES.keys() - {"unseen"} else None
+    return hint + table + (f"<p class=warning>{_text(warning[0].upper() + warning[1:])}." if warning else "")
+
+
+def _chart(records: list[dict[str, Any]]) -> str:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "chargpt"}), io.StringIO() as svg:  # the same bytes each time
+        curves(records).savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+        drawn = svg.getvalue()
+    return f'<div class=chart role=img aria-label="Losses by step">{drawn[drawn.index("<svg") :]}</div>'
+
+
+def _course(records: list[dict[str, Any]]) -> str:
+    """Samples of the first, a middle, the best and the last evaluation."""
+    sampled = [record for record in records if record["event"] == "evaluation" and "sample" in record]
+    if not sampled:
+        return ""
+    best = min(sampled, key=lambda record: record["val_loss"])
+    shown = {record["step"]: record for record in (sampled[0], sampled[len(sampled) // 2], best, sampled[-1])}
+    parts = []
+    for step, record in sorted(shown.items()):
+        name = f"step {step:,}" + (" (best)" if record is best else "")
+        parts.append(f"<h3>{name}: {record['val_loss']:.4f} nats</h3><pre>{_text(record['sample'].strip())}</pre>")
+    return "".join(parts)
+
+
+def _figures(found: Examination) -> str:
+    first, *_ = found.columns.values()
+    rows = []
+    for name in first:
+        values = [figures[name] for figures in found.columns.values()]
+        cells = [f"<td>{_text(v)}" if isinstance(v, str) else f"<td class=number>{figure_of(v)}" for v in values]
+        rows.append((_text(name), *cells))
+    return _table(rows, ("", *map(_text, found.columns)))
+
+
+def _texts(found: Examination) -> Iterable[str]:
+    examined = list(zip(found.texts, found.passages, strict=True))
+    longest = sorted(
+        ((end - start, seed, text[start:end]) for (seed, text), spans in examined for start, end in spans), reverse=True
     )
-    texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in found]
-    records = [record for _, record in texts]
-    known, unseen = (tokenizer.decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))
-    valid = {*records, *unseen}
-    if regex is not None:
-        try:
-            valid = set(filter(re.compile(regex).fullmatch, valid))
-        except re.error as error:
-            raise ConfigError(f"--regex {regex!r}: {error}") from None
-    if check is not None:
-        valid = valid_records(valid, check)
-    asked = None if regex is check is None else valid
-    columns = {
-        name: describe_records(some, set(known), set(unseen), asked)
-        for name, some in (("generated", records), ("validation split", unseen))
-    }
-    return Examination(columns, texts, [[] for _ in records], copies=set(records) & set(known), valid=asked)
+    yield "<h2>Copied passages</h2>"
+    if not longest:
+        yield f"<p>No passage of {NGRAM} characters or more is copied from the training text."
+    for length, seed, passage in longest[:MAX_PASSAGES]:
+        cut = "…" if length > MAX_SHOWN else ""
+        yield f"<p>{plural(length, 'character')}, seed {seed}:<pre>{_text(passage[:MAX_SHOWN])}{cut}</pre>"
+    yield f"<h2>Samples</h2><p class=hint>Marked: passages of {NGRAM} characters or more from the training text."
+    for (seed, text), spans in examined[:MAX_TEXTS]:
+        shown, at, parts = text[:MAX_CHARACTERS], 0, []
+        for start, end in spans:
+            copied = _text(shown[start:end])
+            parts += [_text(shown[at:start]), f"<mark>{copied}</mark>" if copied else ""]
+            at = end
+        cut = "…" if len(shown) < len(text) else ""
+        yield f"<h3>seed {seed}</h3><pre>{''.join(parts)}{_text(shown[at:])}{cut}</pre>"
 
 
-def describe_copies(text: np.ndarray, train: np.ndarray, tokenizer: CharTokenizer) -> dict[str, Any]:
-    """The row labels and values of the command's table."""
-    start, length = longest_copy(text, train)
-    return {
-        "characters": len(text),
-        "longest copied passage": length,
-        "copied text": tokenizer.decode(text[start : start + length].tolist()),
-        f"share of {NGRAM}-grams copied": copied_share(text, train),
-        **{f"distinct-{n}": distinct_n(text, n) for n in (1, 3, 10)},
-    }
-
-
-def describe_records(
-    records: Sequence[str], known: Set[str], unseen: Set[str], valid: Set[str] | None = None
-) -> dict[str, Any]:
-    """The same for records.
-
-    known, unseen: those of the training split, and of the validation split; valid: of `records`, if it was asked.
-    """
-    lengths = sorted(map(len, records))
-    figures = {
-        "records": len(records),
-        "share that is unique": len(set(records)) / len(records),
-        "share that is novel": sum(record not in known for record in records) / len(records),
-        "exact copies of training lines": sum(record in known for record in records),
-        "in the validation split alone": sum(record in unseen - known for record in records),
-        "shortest, characters": lengths[0],
-        "median": lengths[len(lengths) // 2],
-        "longest": lengths[-1],
-    }
-    if valid is not None:
-        figures["share that is valid"] = sum(record in valid for record in records) / len(records)
-    return figures
-
-
-def valid_records(records: Set[str], check: str) -> set[str]:
-    """Those that the shell command `check` prints when it is given all of them, a line each, as grep does.
-
-    Raises:
-        ConfigError: the command failed, with a status above 1, or printed another line.
-    """
-    given = "".join(f"{record}\n" for record in sorted(records))
-    done = subprocess.run(check, shell=True, input=given.encode(), stdout=subprocess.PIPE)
-    if not 0 <= done.returncode <= 1:  # 1: grep has found none
-        raise ConfigError(f"--command {check!r} ended with status {done.returncode}")
-    printed = set(done.stdout.decode(errors="replace").removesuffix("\n").split("\n")) if done.stdout else set()
-    if other := printed - records:
-        raise ConfigError(f"--command {check!r} printed {min(other)!r}, which is not a record that it was given")
-    return printed
-
-
-def longest_copy(text: np.ndarray, train: np.ndarray) -> tuple[int, int]:
-    """Start and length of the longest passage of `text` (n,) that occurs in `train` (N,); length 0: no character does.
-
-    Binary search over the length, in O((n + N) · log n · log N).
-    """
-    best, low, high = (0, 0), 1, min(len(text), len(train))
-    while low <= high:
-        length = (low + high) // 2
-        start = next(_copies(text, train, length), None)
-        if start is None:
-            high = length - 1
-        else:
-            best, low = (start, length), length + 1
-    return best
-
-
-def copied_share(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> float:
-    """The share of the `length`-grams of `text` that occur in `train`; 0 for a shorter text."""
-    grams = copied_grams(text, train, length)
-    return float(grams.mean()) if len(grams) else 0.0
-
-
-def copied_grams(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> np.ndarray:
-    """Whether each `length`-gram of `text` occurs in `train`: (len(text) − length + 1,) bool, or empty."""
-    if len(text) < length:
-        return np.zeros(0, dtype=bool)
-    unique, which = np.unique(_hashes(text, length), return_inverse=True)
-    copied = np.zeros(len(unique), dtype=bool)  # per distinct n-gram
-    for i in _copies(text, train, length):
-        copied[which[i]] = True
-    return copied[which]
-
-
-def copied_passages(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> list[tuple[int, int]]:
-    """Starts and ends in `text` of what copied `length`-grams cover, in order.
-
-    A passage may join pieces that come from different places of `train` and overlap.
-    """
-    passages: list[tuple[int, int]] = []
-    for start in np.flatnonzero(copied_grams(text, train, length)).tolist():
-        if passages and start <= passages[-1][1]:
-            passages[-1] = passages[-1][0], start + length
-        else:
-            passages.append((start, start + length))
-    return passages
-
-
-def distinct_n(text: np.ndarray, n: int) -> float:
-    """Distinct n-grams over all n-grams of a text (Li et al. 2016); 1: no n-gram repeats."""
-    if len(text) < n:
-        return 1.0
-    windows = np.lib.stride_tricks.sliding_window_view(text, n)
-    return len(np.unique(windows, axis=0)) / len(windows)
-
-
-def _copies(text: np.ndarray, train: np.ndarray, length: int) -> Iterator[int]:
-    """Offsets in `text` of its passages of `length` that `train` has, each distinct one once per chunk of `train`."""
-    hashes, first = np.unique(_hashes(text, length), return_index=True)
-    for start in range(0, len(train) - length + 1, CHUNK):
-        chunk = _hashes(train[start : start + CHUNK + length - 1], length)
-        place = np.searchsorted(hashes, chunk).clip(max=len(hashes) - 1)
-        found = np.flatnonzero(hashes[place] == chunk)
-        for which, k in zip(*np.unique(place[found], return_index=True), strict=True):
-            i, j = int(first[which]), start + int(found[k])
-            if np.array_equal(text[i : i + length], train[j : j + length]):
-                yield i
-
-
-def _hashes(ids: np.ndarray, length: int) -> np.ndarray:
-    """Rolling hash of each window of `length` ids: (len(ids) − length + 1,) uint64."""
-    n = len(ids)
-    inverse_powers = np.cumprod(np.concatenate(([np.uint64(1)], np.full(n - 1, INVERSE))), dtype=np.uint64)
-    powers = np.cumprod(np.concatenate(([np.uint64(1)], np.full(n - 1, BASE))), dtype=np.uint64)
-    sums = np.concatenate(([np.uint64(0)], np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * inverse_powers)))
-    return (sums[length:] - sums[:-length]) * powers[: n - length + 1]
+def _records(found: Examination) -> Iterable[str]:
+    copies = sorted(found.copies)
+    yield f"<h2>Exact copies of training lines</h2><p>{plural(len(copies), 'different line')}:"
+    yield f"<ul class=records>{''.join(f'<li>{_text(record)}' for record in copies[:MAX_RECORDS])}</ul>"
+    if len(copies) > MAX_RECORDS:
+        yield f"<p>… and {len(copies) - MAX_RECORDS:,} more"
+    invalid = "" if found.valid is None else "; crossed out: not valid"
+    yield f"<h2>Samples</h2><p class=hint>Marked: exact copies of training lines{invalid}."
+    items = []
+    for _, record in found.texts[:MAX_RECORDS]:
+        item = _text(record[:MAX_CHARACTERS])
+        if record in found.copies:
+            item = f"<mark>{item}</mark>"
+        if found.valid is not None and record not in found.valid:
+            item = f"<del>{item}</del>"
+        items.append(f"<li>{item}")
+    yield f"<ul class=records>{''.join(items)}</ul>"

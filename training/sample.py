@@ -28,6 +28,7 @@ from training.config import ConfigError
 from training.data import Corpus
 from training.inputs import Encoder, compile_pattern, load_model, training_corpus
 from training.messages import Refusal, plural, unescaped
+from training.selfcheck import computes
 
 MAX_RUNNING = 128
 # Consecutive texts that are skipped before giving up: per requested text, and at most.
@@ -58,13 +59,13 @@ def command(args: argparse.Namespace) -> None:
     stops = [unescaped(text) for text in args.stop] or ["\n"] * (end is not None and is_plain)
     if "" in stops:
         raise ConfigError("--stop must not be empty")
-    flag, encoder = "--prompt", Encoder.of(args, checkpoint)
+    encoder = Encoder.of(args, checkpoint)
     try:
         prompt = encoder.encode(unescaped(args.prompt or "")).tolist()
-        flag = "--stop"
-        stop = tuple(tuple(tokenizer.encode(text)) for text in stops)
     except UnknownCharacterError as error:
-        raise ConfigError(f"{flag}: {error}") from None
+        raise ConfigError(f"--prompt: {error}") from None
+    # As at the service: a stop with a character that the model does not have never occurs.
+    stop = tuple(tuple(tokenizer.encode(text)) for text in stops if all(c in tokenizer for c in text))
     given = tokenizer.decode(prompt)
     if not prompt:  # what precedes a text; one without line breaks begins with the model's first character
         begins = "\n" if "\n" in tokenizer else tokenizer.characters[0]
@@ -155,10 +156,11 @@ def sample_texts(
     Raises:
         ExhaustedError: more than SKIPPED_PER_TEXT · count or MAX_SKIPPED consecutive texts were skipped.
     """
-    running = min(count, MAX_RUNNING)
-    engine = Engine(
-        open_runner(model, slots=running, threads=torch.get_num_threads(), device=device), max_waiting=running
-    )
+    running, threads = min(count, MAX_RUNNING), torch.get_num_threads()
+    runner = open_runner(model, slots=running, threads=threads, device=device)
+    if not computes(runner, model):  # gpt.py has changed
+        runner = open_runner(model, "torch", slots=running, threads=threads, device=device)
+    engine = Engine(runner, max_waiting=running)
     shared = Submit(
         0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern,
         constraint=constraint or begins, constrains_first=begins is not None,

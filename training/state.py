@@ -54,6 +54,8 @@ class Progress:
     cpu_seconds: float = 0.0  # CPU time of these steps except the last, over all processes
     loss_sum: float = 0.0  # training losses since the last log line
     loss_steps: int = 0
+    interval_loss_sum: float = 0.0  # training losses since the last evaluation
+    interval_steps: int = 0
     log_bytes: int = 0  # length of the log at the save; later lines are cut off by a resumed run
     finished: bool = False
 

@@ -36,9 +36,9 @@ from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import figure, table
 from training import jobs
 from training.config import TrainConfig
-from training.data import encode_files, prepare, record_pieces
+from training.data import prepare, record_pieces
 from training.evaluate import piece_loss, split_losses, whole_loss
-from training.inputs import Encoder
+from training.inputs import Encoder, encode_files
 from training.recipe import SETTINGS
 
 from . import nanogpt

@@ -72,7 +72,7 @@ PROBE_STEPS, WARM_STEPS = 200, 8  # enough that the first ones, which are left o
 def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     """Figures of one run of our trainer, report included; replaces the folder `out`."""
     shutil.rmtree(out, ignore_errors=True)
-    jobs.start(config, out, Console(stderr=True, highlight=False))
+    jobs.start(replace(config, score_chars="all"), out, Console(stderr=True, highlight=False))
     checkpoint, log = Checkpoint.read(out / "best"), read_log(out)
     best, about = checkpoint.load_model("cpu"), checkpoint.training
     evaluations, end = [record for record in log if record["event"] == "evaluation"], log[-1]

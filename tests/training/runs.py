@@ -23,7 +23,7 @@ from training.loop import Run
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
 STEPS = {"steps": 24, "batch_size": 4, "warmup_steps": 4, "eval_every": 8, "log_every": 3, "sample_chars": 10}
-STEPS |= {"dropout": 0.1, "threads": 1}
+STEPS |= {"dropout": 0.1, "threads": 1, "weight_decay": 0.1, "patience": 0}  # of a text that is small
 TEXT = "".join(random.Random(0).choices(["the cat ", "a dog ", "sat on ", "ran to ", "the mat.\n"], k=400))
 
 

@@ -77,3 +77,20 @@ def test_large_texts_are_looked_at_in_part(check, monkeypatch):
     subjects, lines = check(names * 10, records=True)
     assert subjects == ["size", "duplicates", "overlap"] and lines.count("of the first 100 characters") == 2
     assert check(sentences(300) + "€")[0] == ["size", "rare"]
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{{"text": "some {} words", "id": {}}}', "look like JSON objects"),
+        ('{},"a name",{}', "look like a table of 3 columns, whose commas, quotes and header"),
+        ("{}\t{}", "look like a table of 2 columns, whose tabs"),
+        ("word, {} and {}, then", None),
+        ("word {} {}", None),
+    ],
+)
+def test_tables_and_json_are_pointed_out(check, records, line, said):
+    text = "".join(line.format(i * 7919 % 9973, i * 31 % 77) + "\n" for i in range(60))
+    subjects, lines = check(text, records=records)
+    assert (said in lines and "format" in subjects) if said else "format" not in subjects

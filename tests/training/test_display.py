@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from training.config import TrainConfig
-from training.display import ProgressView, curves, print_report, show_forwards, train_loss_until
+from training.display import ProgressView, curves, print_report, show_forwards
+from training.evaluate import Scores
 from training.log import read_log
 from training.state import Progress
 
@@ -18,25 +19,26 @@ LOSSES = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.0, "streamed
 
 def write_log(out, train, val):
     records = [{"event": "train", "step": s, "train_loss": x, "muon_lr": 0.01} for s, x in train.items()]
-    records += [{"event": "evaluation", "step": s, "val_loss": x} for s, x in val.items()]
+    for step, loss in val.items():
+        mean = {"mean_train_loss": train[step], "mean_of_steps": 10} if step in train else {}
+        records.append({"event": "evaluation", "step": step, "val_loss": loss, **mean})
     (out / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return records
 
 
-def report(out, steps, losses=LOSSES, scored=5000, **changes):
+def report(out, steps, losses=LOSSES, scored=5000, error=None, **changes):
     val = {r["step"]: r["val_loss"] for r in read_log(out) if r["event"] == "evaluation"}
     best = min(val, key=val.get)
     progress = Progress(step=max(val), best_step=best, best_val_loss=val[best], elapsed_seconds=1.0)
     speed = {"characters_per_second": 1e4, "matmul_peak_flops": 1e11, "peak_share": 0.5}
     console = Console(record=True, width=300)
     config = TrainConfig(steps=steps, eval_every=10, **changes)
-    print_report(console, config, progress, losses, speed, out, scored, 5000)
+    print_report(console, config, progress, losses, speed, out, Scores(losses, scored, error), 5000)
     return console.export_text()
 
 
-def test_reported_training_loss_covers_the_steps_since_the_previous_evaluation(tmp_path):
-    records = write_log(tmp_path, {5: 3.0, 10: 2.0, 15: 1.5, 20: 1.0}, {10: 2.1, 20: 2.2})
-    assert train_loss_until(records, 10, 10) == 2.5 and train_loss_until(records, 20, 10) == 1.25
+def test_the_report_has_the_training_loss_of_each_evaluation(tmp_path):
+    write_log(tmp_path, {5: 3.0, 10: 2.5, 15: 1.5, 20: 1.25}, {10: 2.1, 20: 2.2})
     output = report(tmp_path, steps=20)
     assert "│ 10 (best) │ 2.5000        │ 2.1000 " in output and "│ 20 (last) │ 1.2500        │ 2.2000 " in output
     overfitting = "since step 10 the validation loss has risen by 0.1000 and the training loss has fallen by 1.2500"
@@ -44,7 +46,11 @@ def test_reported_training_loss_covers_the_steps_since_the_previous_evaluation(t
     assert "validation loss, in auto " in output
     assert "validation loss, first 4,999 characters, in auto " in report(tmp_path, steps=20, eval_chars=4999)
     assert "loss per character, validation split " in output
-    assert "loss per character, validation split, first 999 characters " in report(tmp_path, steps=20, scored=999)
+    assert "│ whole    │ this model, in windows " in report(tmp_path, steps=20) and "±" not in report(
+        tmp_path, steps=20
+    )
+    sampled = report(tmp_path, steps=20, scored=999, error=0.0123)
+    assert "2.0000 ± 0.0123 " in sampled and "on a sample: 999 of 5,000 characters; ±: standard error" in sampled
 
 
 def test_scoring_says_how_far_it_is_and_what_is_left(monkeypatch):
@@ -107,4 +113,14 @@ def test_progress_is_printed_where_there_is_no_terminal(monkeypatch):
             view.show_step(Progress(step=step, characters=2048 * step, elapsed_seconds=now), 2.0)
     lines = console.file.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["10/100", "20/100", "30/100"]
-    assert lines[0] == "step 10/100  loss 2.000 · 2,048 characters/s"
+    assert lines[0] == "step 10/100  loss 2.000 in 10 steps · 2,048 characters/s"
+
+
+def test_the_printed_loss_is_that_of_the_last_steps_alone():
+    """It once was a slow average from the first loss on: 0.24 where the report said 0.0016."""
+    console = Console(file=io.StringIO(), width=300)
+    with ProgressView(console, TrainConfig(steps=200)) as view:
+        for step in range(1, 201):
+            view.show_step(Progress(step=step, characters=step, elapsed_seconds=1.0), 4.0 if step <= 150 else 1.0)
+        figures = view.tasks[0].fields["figures"]
+    assert figures.startswith("loss 1.000 in 50 steps")

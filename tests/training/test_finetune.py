@@ -12,7 +12,7 @@ from tests.training.runs import STEPS, TEXT, crash, events, flags, resume, start
 from training.config import ConfigError, TrainConfig
 from training.data import prepare
 from training.evaluate import whole_loss
-from training.finetune import checkpoint_shape, load_origin
+from training.finetune import inherited, load_origin
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def source(tmp_path):
 
 def config(tmp_path, source, **changes):
     fields = {"data": str(tmp_path / "text.txt"), "init_from": str(source.path), "dtype": "float32", **STEPS}
-    return TrainConfig(**checkpoint_shape(source.path) | fields | changes)
+    return TrainConfig(**inherited(source.path) | fields | changes)
 
 
 def test_a_run_starts_from_the_weights_and_keeps_vocabulary_and_shape(tmp_path, source):
@@ -55,7 +55,7 @@ def test_the_shape_is_the_checkpoints_and_conflicting_flags_are_refused(tmp_path
     assert call([*command, "--preset", "quick", "--n-layer", 2]) == 0, capsys.readouterr().err
     assert "block_size 8, n_layer 2, n_head 4, n_kv_head 2, n_embd 16, 61 characters" in capsys.readouterr().err
     recipe = Checkpoint.read(tmp_path / "out" / "best").training["recipe"]
-    assert recipe["muon_lr"] == 0.04 and recipe["block_size"] == 8 and recipe["n_inner"] == 24
+    assert recipe["muon_lr"] == 0.01 and recipe["block_size"] == 8 and recipe["n_inner"] == 24
     # The same command with --resume, after the checkpoint is gone.
     shutil.rmtree(source.path)
     assert call([*command, "--preset", "quick", "--resume"]) == 0, capsys.readouterr().err
@@ -129,3 +129,39 @@ def test_a_run_does_not_overwrite_its_starting_checkpoint(tmp_path, source):
     with pytest.raises(ConfigError, match="best is in .*out, which this run would replace; pass another --out"):
         start(config(tmp_path, Checkpoint.read(out / "best")), out, overwrite=True)
     assert weights(out) == before
+
+
+def test_rates_and_dropout_of_a_small_text_are_those_of_tuning(tmp_path, source, capsys):
+    """At a new model's rates a checkpoint was unlearned: 1.078 nats on 80 KB of Python, 1.026 at these."""
+    (tmp_path / "text.txt").write_text(TEXT[:600])
+    command = ["train", "--init-from", source.path, "--data", tmp_path / "text.txt", "--out", tmp_path / "out"]
+    assert call([*command, "--threads", 1, "--steps", 2]) == 0
+    assert " --dropout 0.07 " in (output := capsys.readouterr().err) and " --muon-lr 0.01 --adamw-lr 0.001 " in output
+    recipe = Checkpoint.read(tmp_path / "out" / "best").training["recipe"]
+    assert (recipe["muon_lr"], recipe["adamw_lr"], recipe["weight_decay"]) == (0.01, 0.001, 0.2)
+    assert call([*command, "--threads", 1, "--steps", 2, "--muon-lr", 0.03, "--overwrite"]) == 0
+    assert Checkpoint.read(tmp_path / "out" / "best").training["recipe"]["muon_lr"] == 0.03
+
+
+def test_a_text_shorter_than_two_windows_is_refused_with_what_it_needs(tmp_path, source, capsys):
+    source = save_random(tmp_path / "wide", block_size=32)
+    (tmp_path / "short.txt").write_text("the cat sat on the mat, the dog too\n")
+    command = ["train", "--init-from", source.path, "--data", tmp_path / "short.txt", "--out", tmp_path / "out"]
+    assert call(command) == 1
+    needed = "needs 64 characters to train on, two of its windows, got 32: add 36 characters of text"
+    assert needed in capsys.readouterr().err
+
+
+def test_a_model_of_records_is_tuned_on_records(tmp_path, capsys):
+    """It once became a model of texts without a word, which scored a record without its line breaks."""
+    names = "".join(f"{a}{b}{c}\n" for a in "bdgk" for b in "aeiou" for c in ("b", "dd", "rik"))
+    (tmp_path / "names.txt").write_text(names)
+    save_random(tmp_path / "source", about={"recipe": {"records": True}})
+    command = ["train", "--init-from", tmp_path / "source", "--data", tmp_path / "names.txt", "--out", tmp_path / "out"]
+    command += ["--threads", 1, "--preset", "quick"]
+    assert call([*command, "--steps", 2]) == 0
+    assert "; each line is a record, as there\n" in capsys.readouterr().err
+    assert Checkpoint.read(tmp_path / "out" / "best").record_end is not None
+    assert call([*command, "--resume", "--steps", 3]) == 0, capsys.readouterr().err
+    assert call([*command, "--overwrite", "--steps", 2, "--no-records"]) == 0
+    assert Checkpoint.read(tmp_path / "out" / "best").record_end is None

@@ -29,10 +29,19 @@ from service.model.gpt import GPT
 from tests.helpers import call, random_model
 from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, crash, events, flags, resume, start, tiny, weights
-from training import jobs
+from training import jobs, loop
 from training.config import ConfigError, TrainConfig
-from training.data import prepare, record_pieces, sampler_of
-from training.evaluate import baselines, piece_loss, split_losses, streamed_loss, whole_loss
+from training.data import prepare, record_pieces, sampler_of, window_pieces
+from training.device import suitable_dtype
+from training.evaluate import (
+    baselines,
+    piece_loss,
+    sampled_scores,
+    split_losses,
+    streamed_loss,
+    stretches,
+    whole_loss,
+)
 from training.loop import DivergedError, Run
 from training.recipe import SETTINGS, fitted
 from training.state import ResumeError, Saved
@@ -99,6 +108,62 @@ def test_streamed_loss_equals_one_banded_forward(characters, monkeypatch):
     assert len(scored) > 1 or characters < 137  # a long piece, too, takes several forwards
 
 
+def test_a_sample_of_a_text_scores_stretches_with_the_context_of_the_whole(monkeypatch):
+    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 40)
+    model, ids = some_model(), np.random.default_rng(3).integers(0, 7, 400).astype(np.uint8)
+    scores = sampled_scores(model, ids, 100, records=False)
+    places = stretches(400, 100, model.config.block_size)
+    assert places == [(0, 26), (124, 150), (249, 275), (374, 400)] and scores.characters == 100
+    whole = [piece_loss(model, ids[first:end], *window_pieces(ids[first:end], 6)) for first, end in places]
+    assert scores.losses["whole"] == pytest.approx(np.mean(whole), rel=1e-6)
+    assert scores.standard_error == pytest.approx(np.std(whole, ddof=1) / 2, rel=1e-6)
+    each = []
+    for first, end in places:  # by one banded forward, a window of context before all but the first
+        seen = torch.from_numpy(ids[max(0, first - 6) : end].astype(np.int64))
+        each.append(F.cross_entropy(model(seen[None, :-1])[0][-25:], seen[-25:]).item())
+    assert scores.losses["streamed"] == pytest.approx(np.mean(each), rel=1e-6)
+    everything = sampled_scores(model, ids, 399, records=False)
+    assert everything.standard_error is None and everything.losses == split_losses(model, ids, records=False)
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 21, 98, 99, 100])
+def test_stretches_are_apart_and_within_the_text(count):
+    places = stretches(100, count, 4)
+    starts, ends = zip(*places, strict=True)
+    assert starts[0] == 0 and ends[-1] <= 100
+    assert all(end <= start + 1 for end, start in zip(ends, starts[1:], strict=False))
+    scored = sum(ends) - sum(starts) - len(places)
+    assert count - len(places) < scored <= count or scored == 99
+
+
+def test_records_that_fit_the_window_are_scored_once():
+    model = some_model()
+    ids = np.array([0] + [id for n in range(300) for id in (*([1 + n % 6] * (1 + n % 5)), 0)], np.uint8)
+    scored = []
+    scores = sampled_scores(model, ids, len(ids), True, ids[:90], scored.append)
+    assert sum(scored) == len(ids) - 1 and scores.losses["whole"] == scores.losses["streamed"]
+    sample = sampled_scores(model, ids, 100, records=True)
+    assert 90 < sample.characters <= 100 and 0 < sample.standard_error < 0.5
+    assert sample.losses["whole"] == pytest.approx(scores.losses["whole"], abs=4 * sample.standard_error)
+    model.config = replace(model.config, block_size=3)
+    cut = sampled_scores(model, ids, len(ids), records=True).losses
+    assert cut["whole"] != cut["streamed"]
+
+
+def test_scoring_is_bounded_by_the_training(tmp_path, monkeypatch):
+    """It once took four minutes after 24 s."""
+    monkeypatch.setattr(loop, "MIN_SCORED", 30)
+    config, outs = tiny(tmp_path), [tmp_path / name for name in ("auto", "all", "number")]
+    for out, fields in zip(outs, ({}, {"score_chars": "all"}, {"score_chars": "100"}), strict=True):
+        start(replace(config, **fields), out)
+    auto, everything, number = (Checkpoint.read(out / "best").training for out in outs)
+    assert auto["scored_characters"] == 24 * 32 // 16 and auto["standard_error"] > 0
+    assert everything["scored_characters"] == everything["data"]["val_characters"] - 1
+    assert "standard_error" not in everything and number["scored_characters"] == 99  # 3 · 33
+    with pytest.raises(ConfigError, match="score_chars must be auto, all or a number of at least 1, got 'some'"):
+        replace(config, score_chars="some")
+
+
 @pytest.mark.parametrize("longest", [None, 6, 2])
 def test_record_loss_scores_each_record_alone(longest, monkeypatch):
     monkeypatch.setattr("training.evaluate.BATCH_CHARS", 20)
@@ -156,6 +221,36 @@ def test_equal_seeds_give_equal_bytes_and_different_seeds_do_not(uninterrupted, 
     assert events(tmp_path / "same") == events(uninterrupted)
     start(tiny(tmp_path, dtype="float32", seed=1), tmp_path / "other")
     assert weights(tmp_path / "other") != weights(uninterrupted)
+
+
+def test_a_command_repeats_its_bytes_also_while_the_machine_is_busy(tmp_path):
+    """The dtype "auto" was once what a clock found faster: six runs, two results."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        shape = {"n_embd": 128, "n_head": 4, "n_kv_head": 2, "block_size": 64, "dropout": 0.0}
+        config = tiny(tmp_path, **shape, steps=6, eval_every=6, sample_chars=0)
+        for number in range(3):
+            start(config, tmp_path / str(number))
+            assert weights(tmp_path / str(number)) == weights(tmp_path / "0")
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "expected"),
+    [
+        ({"avx512_bf16"}, {}, "bfloat16"),
+        ({"avx512_bf16"}, {"n_embd": 64}, "float32"),
+        ({"avx512_bf16"}, {"fused": "false"}, "float32"),
+        ({"avx512_bf16"}, {"fused": "false", "n_embd": 256}, "bfloat16"),
+        ({"avx512f"}, {}, "float32"),
+        ({"avx512_bf16"}, {"device": "mps"}, "float32"),
+    ],
+)
+def test_the_dtype_is_that_of_features_and_settings(flags, fields, expected):
+    assert suitable_dtype(TrainConfig(**{"device": "cpu", **fields}), flags) == expected
 
 
 @pytest.mark.parametrize(("stop_at", "dtype"), [(8, "float32"), (23, "float32"), (13, "bfloat16")])
@@ -468,10 +563,10 @@ FEWER = {"steps": 100, "warmup_steps": 25, "eval_every": 10, "patience": 3}
     ("changes", "adaptable", "expected"),
     [
         ({}, SETTINGS, SMALL),
-        ({}, SETTINGS - {"steps"}, {**MODEL, "block_size": 256, "batch_size": 8}),
-        ({}, SETTINGS - {"n_embd"}, {k: v for k, v in SMALL.items() if k not in MODEL} | {"weight_decay": 0.2}),
+        ({}, SETTINGS - {"steps"}, {**MODEL, "block_size": 256, "eval_every": 280, "patience": 3}),
+        ({"n_embd": 64}, SETTINGS - {"n_embd"}, {**SMALL, "n_layer": 6, "dropout": 0.0, "weight_decay": 0.2}),
         ({}, SETTINGS - {"batch_size"}, SMALL),
-        ({"steps": 100}, SETTINGS - {"steps"}, {"eval_every": 12}),
+        ({"steps": 99}, SETTINGS - {"steps"}, SMALL | {"steps": 99, "warmup_steps": 24, "eval_every": 12}),
         ({"block_size": 4096}, SETTINGS - {"block_size"}, {**MODEL, "batch_size": 1, **FEWER}),
         ({}, frozenset(), {}),
     ],
@@ -479,10 +574,44 @@ FEWER = {"steps": 100, "warmup_steps": 25, "eval_every": 10, "patience": 3}
 def test_a_small_text_decides_what_was_not_set(tmp_path, changes, adaptable, expected):
     (tmp_path / "text.txt").write_text(TEXT * 12)
     corpus = prepare(str(tmp_path / "text.txt"))
-    config = TrainConfig(**changes)
-    found, changed = fitted(config, corpus, adaptable)
-    assert changed == expected and changed.keys() <= adaptable
+    config, preset = TrainConfig(**changes), TrainConfig()
+    found, changed = fitted(config, corpus, adaptable, preset=preset)
+    expected = {name: value for name, value in expected.items() if value != getattr(config, name)}
     assert found == replace(config, **expected)
+    assert changed == {name: value for name, value in expected.items() if name in adaptable}
+
+
+@pytest.mark.parametrize("preset", ["quick", "cpu", "gpu"])
+@pytest.mark.parametrize(("records", "tuned"), [(False, False), (True, False), (False, True)])
+def test_what_is_printed_as_chosen_can_be_given_back(tmp_path, preset, records, tuned):
+    """`--steps` with the very number that was printed once had twice the characters per step."""
+    (tmp_path / "text.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(12 * TEXT.splitlines())))
+    corpus, before = prepare(str(tmp_path / "text.txt"), records=records), TrainConfig.from_preset(preset)
+    fixed = {"init_from": "some", **{name: getattr(before, name) for name in SHAPE}} if tuned else {}
+
+    def chosen(**given):
+        config = TrainConfig.from_preset(preset, **{**fixed, **given})
+        return fitted(config, corpus, SETTINGS - given.keys() - fixed.keys(), preset=before)
+
+    found, printed = chosen()
+    assert "steps" in printed and tuned == ("muon_lr" in printed)
+    assert chosen(**printed) == (found, {})
+    for name, value in printed.items():
+        again, rest = chosen(**{name: value})
+        assert again == found and rest == {k: v for k, v in printed.items() if k != name}
+
+
+def test_a_small_text_is_smaller_for_a_larger_preset(tmp_path):
+    """Blocks and characters per step follow from the preset's; what holds more is regularized from a longer text on."""
+    (tmp_path / "text.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(100 * TEXT.splitlines())))
+    corpus = prepare(str(tmp_path / "text.txt"))
+    assert 250_000 < len(corpus.train) < 500_000
+    shapes = {}
+    for preset in ("cpu", "gpu"):
+        found, _ = fitted(TrainConfig.from_preset(preset), corpus, SETTINGS)
+        shapes[preset] = (found.n_layer, found.n_embd, found.tokens_per_step, found.block_size)
+        assert (found.dropout, found.weight_decay) == ((0.0, 0.2) if preset == "cpu" else (0.16, 0.67))
+    assert shapes == {"cpu": (4, 128, 1024, 256), "gpu": (5, 256, 2048, 256)}
 
 
 def test_a_step_has_the_presets_characters_whatever_the_window(tmp_path):
@@ -503,8 +632,9 @@ def test_records_decide_the_window(tmp_path, preset, parts):
     config = TrainConfig.from_preset(preset)
     found, changed = fitted(config, corpus, SETTINGS, parts)
     assert found.block_size == changed["block_size"] == 32
-    assert found.batch_size % parts == 0 and 1024 <= found.tokens_per_step < 1024 + 32 * parts
-    assert (found.n_layer, found.n_embd, found.steps) == (4, 128, 100)
+    characters, depth, width = (2048, 5, 256) if preset == "gpu" else (1024, 4, 128)
+    assert found.batch_size % parts == 0 and characters <= found.tokens_per_step < characters + 32 * parts
+    assert (found.n_layer, found.n_embd, found.steps) == (depth, width, 100)
     unchanged, _ = fitted(config, corpus, SETTINGS - {"batch_size"})
     assert (unchanged.batch_size, unchanged.block_size) == (config.batch_size, min(256, config.block_size))
 
@@ -553,6 +683,29 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path):
     assert finished in console.export_text()
     with pytest.raises(ResumeError, match="pass a larger --patience too"):
         resume(tmp_path / "3", {"steps": 500})
+
+
+def test_an_evaluation_has_the_mean_loss_of_the_steps_since_the_one_before(tmp_path, monkeypatch):
+    """Also where evaluations are more frequent than lines of the log, which once hid overfitting; and when resumed."""
+    losses, step = [], Run.step
+
+    def see(run):
+        losses.append(step(run))
+        return losses[-1]
+
+    monkeypatch.setattr(Run, "step", see)
+    fields = {"steps": 100, "eval_every": 4, "log_every": 100, "muon_lr": 0.1, "dropout": 0.0, "sample_chars": 0}
+    config = tiny(tmp_path, dtype="float32", **fields)
+    (tmp_path / "text.txt").write_text("".join(random.Random(0).choices("abcdefghij", k=300)))
+    start(config, tmp_path / "out", console := Console(record=True, width=200))
+    found = [r["mean_train_loss"] for r in events(tmp_path / "out") if r["event"] == "evaluation"]
+    assert found == pytest.approx([sum(losses[i : i + 4]) / 4 for i in range(0, 100, 4)])
+    assert f"  train {found[1]:.4f} in 4 steps  val " in console.export_text(clear=False)
+    assert "overfitting: since step" in console.export_text()
+    with crash(10):
+        start(config, tmp_path / "resumed")
+    resume(tmp_path / "resumed")
+    assert events(tmp_path / "resumed") == events(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -639,8 +792,15 @@ def test_an_invalid_setting_is_reported_with_the_allowed_values():
         TrainConfig(dtype="float16")
     with pytest.raises(ConfigError, match="preset must be one of quick, cpu, gpu, got 'huge'"):
         TrainConfig.from_preset("huge")
-    with pytest.raises(ConfigError, match="unknown setting 'lr'; allowed: data, glob, records, seed"):
+    with pytest.raises(ConfigError, match="unknown setting 'lr'; allowed: data, glob, exclude, records"):
         TrainConfig.from_preset("cpu", lr=1)
+
+
+def test_a_diverged_run_advises_float32_where_it_is_not_that_already(tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(DivergedError) as stopped:
+            start(tiny(tmp_path, dtype=dtype, muon_lr=100.0, adamw_lr=100.0, steps=400), tmp_path / dtype)
+        assert str(stopped.value).endswith("or --dtype float32" if dtype == "bfloat16" else "Try lower learning rates")
 
 
 # The command line

@@ -1,0 +1,187 @@
+"""What a changed gpt.py must still fit, asked before the first step: the fast forward, the checkpoints, the service.
+
+fused.py holds the model a second time and service/model/attention.py a third; neither follows a change of gpt.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from service.engine.runner import NONE, Piece, Report, Runner
+from service.engine.selfcheck import TOLERANCES as TOLERANCE
+from service.model.attention import logits_of
+from service.model.checkpoint import layout
+from service.model.config import GPTConfig
+from service.model.gpt import GPT, Block
+from service.model.params import SamplingParams
+from service.wire import floats
+from training.fused import FusedForward
+from training.messages import Refusal
+
+# Largest error of a tensor, as a share of its norm. In float32 it shows any other formula; bfloat16, which rounds, is
+# compared for what the kernels of that type do.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+LONG, SHORT = (1, 512), (3, 64)  # windows, and characters of each, at most: for the formulas, and for the kernels
+SERVED = 8  # characters that are compared with the service's reference
+
+Named = dict[str, Tensor]
+
+NOT_SERVABLE = (
+    "gpt.py has changed: service/model/attention.py, the service's reference, computes another model; change it alike, "
+    "then serve with --backend torch (training/README.md, Changing the model)"
+)
+
+
+def first_difference(config: GPTConfig, dtype: torch.dtype, rows: int) -> str | None:
+    """What to say if the fast forward in `dtype` is not GPT.forward: in the residual stream, the loss or a gradient.
+
+    Takes random weights, as the projections of a new model are zero and hide what is before them. rows: windows of a
+    step, by which both are timed where they differ.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _randomized(config)
+        for each, (windows, length) in ((torch.float32, LONG), (dtype, SHORT)):
+            idx = torch.randint(config.vocab_size, (windows, min(config.block_size, length) + 1))
+            model.train(each == torch.float32)  # dropout draws alike in float32 alone
+            expected = _through_autograd(model, idx)
+            try:
+                where = _first(_through_fused(model, each, idx), expected, TOLERANCES[each])
+            except Exception as error:  # of a model with other parts, whatever it may be
+                return f"the fast step fails ({type(error).__name__}: {error}), so this run goes through autograd"
+            if where:
+                batch = torch.randint(config.vocab_size, (rows, config.block_size))
+                with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                    fast, slow = (_seconds(forward, batch) for forward in (FusedForward(model, dtype), model))
+                return (
+                    f"the fast step of fused.py differs first in {where}, so this run goes through autograd, about "
+                    f"{max(1.0, slow / fast):.1f} times as long for a step"
+                )
+    return None
+
+
+def _randomized(config: GPTConfig) -> GPT:
+    model = GPT(config)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(parameter, std=1.0 if name == "embed.weight" else parameter.size(1) ** -0.5)
+    return model
+
+
+def _through_fused(model: GPT, dtype: torch.dtype, idx: Tensor) -> Named:
+    stream: list[Tensor] = []
+    forward = FusedForward(model, dtype)
+    found = _computed(model, lambda inputs: forward(inputs, stream), idx)
+    names = ("embed", *(f"blocks.{i}.{half}" for i in range(len(model.blocks)) for half in ("attn", "mlp")))
+    return {f"the output of {name}": x.detach() for name, x in zip(names, stream, strict=True)} | found
+
+
+def _through_autograd(model: GPT, idx: Tensor) -> Named:
+    """The residual stream as far as the model has these modules, and calls them."""
+    stream: Named = {}
+
+    def add(name: str, x: Any) -> None:
+        if isinstance(x, Tensor):
+            stream[f"the output of {name}"] = x.detach()
+
+    hooks = []
+    for name, module in model.named_modules():
+        if name.endswith(".mlp_norm"):
+            half = name.removesuffix("mlp_norm") + "attn"
+            hooks.append(module.register_forward_pre_hook(lambda _, inputs, half=half: add(half, *inputs[:1])))
+        elif isinstance(module, Block):
+            hooks.append(module.register_forward_hook(lambda _, inputs, x, half=f"{name}.mlp": add(half, x)))
+    try:
+        return stream | _computed(model, model, idx)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _computed(model: GPT, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Named:
+    """What a forward and backward compute, in the order in which they do, the gradients from the last block to the
+    first.
+    """
+    torch.manual_seed(1)  # of dropout
+    model.zero_grad()
+    logits = forward(idx[:, :-1])
+    loss = F.cross_entropy(logits.float().flatten(0, 1), idx[:, 1:].flatten())
+    loss.backward()
+    found = {"the output of head": logits.detach(), "the loss": loss.detach()}
+    for name, parameter in reversed([*model.named_parameters()]):
+        gradient = parameter.grad
+        found[f"the gradient of {name}"] = torch.zeros_like(parameter) if gradient is None else gradient.clone()
+    return found
+
+
+def _first(found: Named, expected: Named, tolerance: float) -> str | None:
+    least = 1e-3 * max(float(exact.norm()) for exact in expected.values())  # one that is zero has rounding alone
+    for name, value in found.items():
+        if (exact := expected.get(name)) is None:
+            continue
+        if value.shape != exact.shape:
+            return f"{name}, of shape {tuple(value.shape)} instead of {tuple(exact.shape)},"
+        error = float((value.float() - exact).norm() / exact.norm().clamp(min=least))
+        if not error <= tolerance:
+            return f"{name} (by {error:.0%})"
+    return None
+
+
+def _seconds(forward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
+    """Of a step's forward and backward, once both have run."""
+    started = 0.0
+    for _ in range(2):
+        started = time.perf_counter()
+        F.cross_entropy(forward(batch).float().flatten(0, 1), batch.flatten()).backward()
+    return time.perf_counter() - started
+
+
+def refuse_other_weights(config: GPTConfig) -> None:
+    """Raises Refusal: the model's weights are not those that a checkpoint holds."""
+    with torch.random.fork_rng(devices=[]):
+        found = {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
+    held = {
+        name: (sum(shape[0] for shape in parts.values()), *next(iter(parts.values()))[1:])
+        for name, parts in layout(config).items()
+    }
+    if found != held:
+        wrong = sorted({*found, *held}, key=lambda name: (found.get(name) == held.get(name), name))[0]
+        raise Refusal(
+            f"checkpoints do not hold this model: the weight {wrong} has shape {found.get(wrong, 'none')} in gpt.py, "
+            f"{held.get(wrong, 'none')} in layout() of service/model/checkpoint.py; describe it there too"
+        )
+
+
+@torch.no_grad()
+def computes(runner: Runner, model: GPT) -> bool:
+    """Whether a backend computes GPT.forward, by its logits after a few characters; overflow says nothing."""
+    V, ids = model.config.vocab_size, np.arange(SERVED, dtype=np.int32) ** 2 % model.config.vocab_size
+    runner.start(0, SamplingParams(seed=0), ids.tolist())
+    targets = np.append(ids[1:], np.int32(NONE))
+    outcome = runner.prefill([Piece(0, ids, True, None, Report(ids=tuple(range(V))), targets)])()
+    found = np.reshape(floats(outcome.reports[0].top_values), (-1, V))[:SERVED]  # log-probabilities
+    exact = model(torch.from_numpy(ids[None]).long().to(model.head.weight.device))[0].double().cpu().numpy()
+    difference = found - exact  # but for a constant in each row
+    error = np.abs(difference - difference.mean(axis=1, keepdims=True)).max()
+    return not np.isfinite(error) or bool(error <= TOLERANCE[runner.dtype] * max(1.0, np.abs(exact).max()))
+
+
+def is_servable(config: GPTConfig) -> bool:
+    """Whether the service's reference, by which each backend checks itself, computes GPT.forward."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = _randomized(config).eval()
+        ids = torch.arange(SERVED) ** 2 % config.vocab_size
+        weights = {name: value.numpy() for name, value in model.state_dict().items()}
+        exact = logits_of(weights, config, ids.tolist())
+        error = np.abs(model(ids[None])[0].double().numpy() - exact).max()
+    return bool(error <= TOLERANCE["float32"] * max(1.0, np.abs(exact).max()))
