@@ -46,7 +46,7 @@ train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/NAME (defau
 # Models that differ in their settings predict better together than models that differ in their seeds alone.
 # THEN: what `cpu` was when it was made; windows of 256 keep its cache small. Flags that come later take precedence.
 TEACHERS := 1 2 3 4 5 6
-THEN := --block-size 256 --batch-size 8 --eval-every 610 --weight-decay 0.2
+THEN := --block-size 256 --batch-size 8 --eval-every 610 --weight-decay 0.2 --score-chars all
 TEACHER_2 := --block-size 512 --batch-size 4 --weight-decay 0.1
 TEACHER_3 := --muon-lr 0.025 --muon-momentum 0.95 --weight-decay 0.24
 TEACHER_4 := --block-size 512 --batch-size 4 --muon-lr 0.025 --muon-momentum 0.95

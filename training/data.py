@@ -78,8 +78,7 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "chargpt"
     except RuntimeError:
         raise DataError(
-            "there is no home folder to keep encoded texts in: set HOME, or XDG_CACHE_HOME to a folder that you can "
-            "write"
+            "there is no home folder to keep encoded texts in: set HOME or XDG_CACHE_HOME to a folder you can write"
         ) from None
 
 

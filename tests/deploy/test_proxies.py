@@ -80,7 +80,8 @@ def logged(text):
   http-response set-var(txn.answered) res.hdr(X-Request-Id)
   log-format "forwarded %ID %[var(txn.answered)] %ST"
 """
-    return replaced(text, {"frontend http\n": f"frontend http\n{own}"})
+    # With several threads, haproxy drops a line of its log now and then.
+    return replaced(text, {"frontend http\n": f"frontend http\n{own}", "global\n": "global\n  nbthread 1\n"})
 
 
 def replaced(text, replacements):
@@ -336,7 +337,11 @@ def test_answers_are_not_kept(proxy, log):
     for path in ("/v1/models", "/info", "/readyz", "/nothing") * 2:
         with sent(proxy.port, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()) as connection:
             received(connection)
-    wait_until(lambda: len(log.unchecked()) == 8, 3, lambda: log.unchecked())
+
+    def gets():
+        return [it for it in log.unchecked() if it["method"] == "GET"]
+
+    wait_until(lambda: len(gets()) == 8, 3, gets)
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked", "expect"])

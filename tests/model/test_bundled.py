@@ -35,7 +35,9 @@ def test_names_its_text_recipe_and_command(checkpoint):
     teachers = [f"checkpoints/teacher-{seed}/best" for seed in seeds]
     flags, steps, decay = re.search(r"THEN\) (--steps (\d+) --weight-decay ([\d.]+)) --teachers", makefile).groups()
     assert "THEN := --block-size 256 --batch-size 8 --eval-every 610 " in makefile
-    settings = dict(block_size=256, batch_size=8, eval_every=610, steps=int(steps), weight_decay=float(decay))
+    settings = dict(
+        block_size=256, batch_size=8, eval_every=610, steps=int(steps), weight_decay=float(decay), score_chars="all"
+    )
     assert TrainConfig(**about["recipe"]) == TrainConfig(teachers=teachers, weights="float16", **settings)
     assert f"{flags} --teachers {' '.join(teachers)} --weights float16" in about["command"]
     assert [teacher["path"] for teacher in about["teachers"]] == teachers

@@ -166,7 +166,7 @@ def test_a_home_that_is_missing_or_read_only_is_named_with_the_remedy(text, tmp_
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("training.data.Path.home", no_home)
-    assert "set HOME, or XDG_CACHE_HOME to a folder that you can write" in error_of("prepare", "--data", text)
+    assert "set HOME or XDG_CACHE_HOME to a folder you can write" in error_of("prepare", "--data", text)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     error = error_of("prepare", "--data", text)
@@ -179,14 +179,16 @@ def test_a_home_that_is_missing_or_read_only_is_named_with_the_remedy(text, tmp_
 def test_a_source_tree_that_is_not_installed_trains(text, tmp_path, monkeypatch):
     """It once died at its first save, with nothing saved."""
 
+    installed = importlib.metadata.version
+
     def version(name):
         if name == "chargpt":
             raise importlib.metadata.PackageNotFoundError(name)
-        return "1"
+        return installed(name)
 
-    monkeypatch.setattr("training.loop.version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     assert call(["train", "--data", text, "--out", tmp_path / "out", *TINY, "--steps", 1]) == 0
-    assert Checkpoint.read(tmp_path / "out" / "best").training["versions"]["chargpt"] == "not installed"
+    assert Checkpoint.read(tmp_path / "out" / "best").training["versions"]["chargpt"] == "0.0"
 
 
 # evaluate
