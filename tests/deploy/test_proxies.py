@@ -81,7 +81,7 @@ def logged(text):
   log-format "forwarded %ID %[var(txn.answered)] %ST"
 """
     # With several threads, haproxy drops a line of its log now and then.
-    return replaced(text, {"frontend http\n": f"frontend http\n{own}", "global\n": "global\n  nbthread 1\n"})
+    return replaced(text, {"frontend http\n": f"frontend http\n{own}", "\nglobal\n": "\nglobal\n  nbthread 1\n"})
 
 
 def replaced(text, replacements):
