@@ -16,7 +16,7 @@ from pathlib import Path
 from litserve.connector import check_cuda_with_nvidia_smi
 
 from service.engine import native
-from service.engine.runner import resolve, slots_that_fit
+from service.engine.backends import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
 from service.model.config import GPTConfig
 from service.settings import Settings

@@ -83,6 +83,19 @@ def test_every_import_is_allowed(path):
             assert module in LITSERVE, module
 
 
+def test_no_modules_import_each_other_in_a_circle():
+    """Typing included: what each of them is can be read without the others."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    graph = {}
+    for module, path in modules.items():
+        found = {name if name in modules else name.rpartition(".")[0] for name in imports(path)}
+        graph[module] = (found & modules.keys()) - {module}
+    while leaves := {module for module, others in graph.items() if not others & graph.keys()}:
+        graph = {module: others for module, others in graph.items() if module not in leaves}
+    # What is left are circles, and what leads to them.
+    assert not graph, {module: others & graph.keys() for module, others in graph.items()}
+
+
 @pytest.mark.parametrize(
     ("modules", "allowed"),
     [

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import track
 
 from service.constrain.regex import compile_regex
+from service.engine.backends import open_runner
 from service.engine.engine import Engine
-from service.engine.runner import open_runner
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError

@@ -93,8 +93,8 @@ class EngineAPI(LitAPI):
             SelfCheckError: the backend computes something else than the model.
             RuntimeError, MemoryError: the model does not run here.
         """
+        from service.engine.backends import open_runner
         from service.engine.engine import Engine
-        from service.engine.runner import open_runner
         from service.engine.selfcheck import check
 
         settings, checkpoint = self.settings, version.read(self.folder)

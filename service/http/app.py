@@ -357,7 +357,7 @@ class App:
         service = self.service
         for generation in request.generations:
             generation.abort()
-        request.lease.end(request)
+        request.lease.end(request.num_run_characters if request.lease.is_charged else 0)
         request.content = bytearray()
         if request.client_left:
             request.status = CLIENT_CLOSED_REQUEST

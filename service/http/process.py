@@ -16,8 +16,8 @@ from service.catalog import Listing
 from service.http.app import App
 from service.http.connection.limits import ConnectionLimits
 from service.http.connection.turns import sweep
+from service.http.engine.attention_thread import AttentionThread
 from service.http.engine.client import EngineClient
-from service.http.handlers.attention import AttentionThread
 from service.http.service import Service
 from service.model.checkpoint import CheckpointError
 from service.observe.logs import AccessLog

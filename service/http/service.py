@@ -25,7 +25,7 @@ from service.shared import SharedState, SharedTable
 from service.wire import Submit
 
 if TYPE_CHECKING:
-    from service.http.handlers.attention import AttentionThread
+    from service.http.engine.attention_thread import AttentionThread
     from service.http.tracing import Tracer
 
 

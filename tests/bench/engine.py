@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from service.engine.backends import open_runner
 from service.engine.engine import Engine
-from service.engine.runner import open_runner
 from service.model.checkpoint import Checkpoint
 from service.wire import Submit
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from service.engine.runner import slots_that_fit
+from service.engine.backends import slots_that_fit
 from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import conditions, table
 from tests.toolbox.launch import ROOT

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from service.engine.backends import open_runner
 from service.engine.engine import Engine
-from service.engine.runner import open_runner
 from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
 from service.wire import Submit

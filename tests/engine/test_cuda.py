@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from service.engine.backends import open_runner, slots_that_fit
 from service.engine.cuda import CudaRunner
 from service.engine.engine import Engine
-from service.engine.runner import NONE, Piece, Report, open_runner, slots_that_fit
+from service.engine.runner import NONE, Piece, Report
 from service.model.params import SamplingParams
 from service.settings import BUNDLED
 from service.wire import Submit, floats

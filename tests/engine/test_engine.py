@@ -12,8 +12,8 @@ import torch
 from service.constrain.automaton import MinimumLength
 from service.constrain.regex import compile_choice, compile_regex, compile_without
 from service.engine import native
+from service.engine.backends import open_runner, resolve
 from service.engine.engine import Cost, Engine
-from service.engine.runner import open_runner, resolve
 from service.engine.sequence import Sequence
 from service.model.params import SamplingParams
 from service.model.sampling import uniforms

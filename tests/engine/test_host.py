@@ -6,9 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service.catalog import Catalog
+from service.engine.backends import open_runner
 from service.engine.engine import Engine
 from service.engine.host import Host
-from service.engine.runner import open_runner
 from service.model.params import SamplingParams
 from service.observe.metrics import Metrics
 from service.shared import SharedState

@@ -15,8 +15,9 @@ import torch
 
 from service.constrain.automaton import Automaton, Guide
 from service.engine import native
+from service.engine.backends import resolve
 from service.engine.native import NativeRunner
-from service.engine.runner import FAILED, NONE, Piece, Report, report_of, resolve
+from service.engine.runner import FAILED, NONE, Piece, Report, report_of
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
 from service.model.sampling import uniforms

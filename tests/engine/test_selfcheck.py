@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from service.engine import native
-from service.engine.runner import open_runner
+from service.engine.backends import open_runner
 from service.engine.selfcheck import SelfCheckError, check
 from service.model.attention import logits_of
 from service.model.checkpoint import Checkpoint

@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from service.engine.backends import open_runner
 from service.engine.engine import Engine
 from service.engine.host import DrainRate
-from service.engine.runner import open_runner
 from service.engine.worker import EngineLoop
 from service.model.params import SamplingParams
 from service.wire import Submit

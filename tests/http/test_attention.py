@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from service.http.api.errors import ApiError
-from service.http.handlers.attention import MAX_WAITING, AttentionThread
+from service.http.engine.attention_thread import MAX_WAITING, AttentionThread
 from service.http.request import Request
 from service.model.attention import attention_layers
 from tests.helpers import save_random, serving, wait_until, web

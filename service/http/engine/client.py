@@ -135,7 +135,7 @@ class EngineClient:
         if not is_connected and not is_accepted and not self._is_replacing(len(submits)):
             model.metrics.request_rejected("not_ready", len(submits))
             raise _not_ready()
-        self.state.count(self.consumer_id, model.row, "submitted", len(submits))
+        self.count(model, "submitted", len(submits))
         for submit in submits:
             submit.model = model.id
         generation = Generation(self, model, submits, arrived_at, echo, interval)
@@ -209,7 +209,7 @@ class EngineClient:
                     self._sockets.send(Abort(it), sequence.worker)
                 self._end(it)
                 count += 1
-        self.state.count(self.consumer_id, generation.model.row, "refused", count)
+        self.count(generation.model, "refused", count)
         generation.model.metrics.request_rejected(reason, count)
         generation.fail(error)
 
@@ -355,7 +355,11 @@ class EngineClient:
             if count:  # characters that arrived together share the time since the ones before
                 model.metrics.inter_token_latency.observe((now - last_at) / count, characters, request_id)
 
-    def let_go_on(self, generation: Generation) -> None:
+    def count(self, model: Model, what: str, number: int = 1) -> None:
+        """Count sequences in the memory that all processes share."""
+        self.state.count(self.consumer_id, model.row, what, number)
+
+    def wake(self, generation: Generation) -> None:
         """Soon: what wakes one may be in the middle of others."""
         if not (self._due or self._is_receiving):
             self.loop.call_soon(self._resume)

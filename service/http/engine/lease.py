@@ -21,7 +21,6 @@ from service.words import plural
 
 if TYPE_CHECKING:
     from service.http.engine.model import Model
-    from service.http.request import Request
     from service.observe.metrics import Metrics
 
 # Bytes of a sequence, beside its characters.
@@ -224,14 +223,18 @@ class Lease:
         """Give back no characters at the end: all that were charged run."""
         self._charge = None
 
-    def end(self, request: Request) -> None:
-        """Give back everything, and the characters that were charged and did not run."""
+    @property
+    def is_charged(self) -> bool:
+        return self._charge is not None
+
+    def end(self, num_characters: int) -> None:
+        """Give back everything, and what was charged beyond the characters that ran."""
         ledger = self._ledger
         self.hold(0)
         if self._is_counted:
             ledger.limits.end(self.client)
         if self._charge is not None:
-            ledger.limits.give_back(self.client, self._charge, request.num_run_characters)
+            ledger.limits.give_back(self.client, self._charge, num_characters)
         if self.model is not None:
             ledger.state.use(ledger.process_id, self.model.id, -1)
 

@@ -10,7 +10,7 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,9 +18,6 @@ from service.http.api.answers import Timing
 from service.http.api.errors import ApiError
 from service.http.engine.model import Model
 from service.wire import Delta, FinishReason, Logprobs, Submit
-
-if TYPE_CHECKING:
-    from service.http.engine.client import EngineClient
 
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
@@ -79,6 +76,22 @@ class SequenceState:
 Write = Callable[[list[Piece]], Awaitable[None] | None]
 
 
+class Client(Protocol):
+    """Who runs sequences, and wakes a generation when more of their text has arrived."""
+
+    def count(self, model: Model, what: str) -> None:
+        """Count a sequence that has begun or ended."""
+
+    def abort(self, generation: Generation, reason: FinishReason) -> None:
+        """End what still runs of it."""
+
+    def wake(self, generation: Generation) -> None:
+        """Call its `come` soon."""
+
+    def wake_later(self, generation: Generation) -> None:
+        """Call its `come` at `due_at`."""
+
+
 class Generation:
     """The sequences of one request, whose text `whole` or `stream` gives.
 
@@ -92,7 +105,7 @@ class Generation:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Client,
         model: Model,
         submits: list[Submit],
         arrived_at: float,
@@ -263,7 +276,7 @@ class Generation:
         if not self.touched:
             return
         if self.due_at <= now + TICK_SECONDS:
-            self._client.let_go_on(self)
+            self._client.wake(self)
         else:
             self._client.wake_later(self)
 
@@ -296,7 +309,7 @@ class Generation:
             self._metrics.prompt_ran(len(sequence.submit.prompt))
         if not sequence.is_begun:
             sequence.is_begun = True
-            self._client.state.count(self._client.consumer_id, self.model.row, "begun")
+            self._client.count(self.model, "begun")
         reason = delta.finish_reason
         if reason is not None:
             sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
@@ -306,7 +319,7 @@ class Generation:
             if reason in FAILURES and self._failure is None:
                 self._failure = self._failed(sequence, reason)
             self._metrics.sequence_ended(sequence.num_completion_tokens)
-            self._client.state.count(self._client.consumer_id, self.model.row, reason)
+            self._client.count(self.model, reason)
             self.touched[sequence] = None
         is_first = prefilled_at is not None and sequence in self.touched  # not one held back
         if (is_first and self.is_stream) or reason in FAILURES or (not self.open and not self.pending):
@@ -321,7 +334,7 @@ class Generation:
 
     def _wake_urgently(self) -> None:
         self._is_urgent = True
-        self._client.let_go_on(self)
+        self._client.wake(self)
 
     def _failed(self, sequence: SequenceState, reason: FinishReason) -> ApiError | None:
         if reason == "timeout":

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import numpy as np
 from msgspec import UNSET
@@ -21,6 +19,7 @@ from service.http.answering.stream import send_json
 from service.http.api.answers import AttentionAnswer, HeadAttention
 from service.http.api.bodies import MAX_ATTENTION_CHARACTERS, AttentionRequest
 from service.http.api.errors import ApiError, invalid
+from service.http.engine.attention_thread import Found
 from service.http.engine.encoding import Encoder, begun
 from service.http.engine.model import Model
 from service.http.request import Request
@@ -29,10 +28,7 @@ from service.model.attention import LayerAttention, attention_layers
 from service.model.checkpoint import WEIGHTS
 
 MAX_WEIGHT_BYTES = 128 << 20  # of a checkpoint's file: its weights are kept in this process, of one model at a time
-MAX_WAITING = 8  # texts that wait for the thread, or run in it
 NUMBER_BYTES = 8
-
-Found = list[tuple[int, int, LayerAttention]]  # layer, head, its scores and weights (T, T)
 
 
 def max_characters(model: Model) -> int:
@@ -40,40 +36,6 @@ def max_characters(model: Model) -> int:
     if model.checkpoint.files[WEIGHTS].size > MAX_WEIGHT_BYTES:
         return 0
     return min(model.checkpoint.config.block_size, MAX_ATTENTION_CHARACTERS)
-
-
-class AttentionThread:
-    """Computes one text after the other."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "attention")  # starts its thread with the first text
-        self._weights: dict[int, dict[str, np.ndarray]] = {}  # by model id: of the last model asked for
-        self._places = threading.BoundedSemaphore(MAX_WAITING)
-
-    def submit(self, call: Callable[[], Found]) -> asyncio.Future[Found]:
-        """Cancelling the future takes a text that has not begun out of the queue.
-
-        Raises ApiError: 429, too many wait.
-        """
-        if not self._places.acquire(blocking=False):
-            message = f"{MAX_WAITING} texts already wait for their attention weights: retry later"
-            raise ApiError(429, message, code="queue_full", retry_after_seconds=1)
-        future = self._pool.submit(call)
-        future.add_done_callback(lambda _: self._places.release())
-        return asyncio.wrap_future(future)
-
-    def weights(self, model: Model) -> dict[str, np.ndarray]:
-        """Within the thread."""
-        found = self._weights.get(model.id)
-        if found is None:
-            self._weights.clear()  # before the next is read
-            found = self._weights[model.id] = model.checkpoint.load_weights()
-        return found
-
-    def keep(self, ids: Collection[int]) -> None:
-        """Forget the weights of models that are no longer served."""
-        if not self._weights.keys() <= set(ids):
-            self._weights = {}
 
 
 async def attention(service: Service, request: Request) -> None:

@@ -1,0 +1,100 @@
+"""The choice of a backend: what `auto` stands for on a device, whether it fits, and its runner.
+
+A backend that needs torch is imported only when it is opened.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from service.engine import native
+from service.engine.runner import Runner
+from service.model.checkpoint import Checkpoint
+from service.model.config import GPTConfig
+
+if TYPE_CHECKING:
+    from service.model.gpt import GPT
+
+
+def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
+    """The backend and dtype that `auto` stands for on a device ("cpu", "cuda:0", "mps", …).
+
+    Raises:
+        ValueError: they are not possible here.
+    """
+    kind = device.split(":")[0]
+    if backend == "auto":
+        backend = "cuda" if kind == "cuda" else "native" if kind == "cpu" and native.why_not() is None else "torch"
+    elif backend == "cuda" and kind != "cuda":
+        raise ValueError(
+            f"backend cuda runs on an NVIDIA GPU, and none can be used here (device {device}); choose auto"
+        )
+    elif backend == "native":
+        if kind != "cpu":
+            raise ValueError(f"backend native runs on a cpu, got device {device}; choose auto, or the accelerator cpu")
+        if reason := native.why_not():
+            raise ValueError(f"backend native is not available: {reason}; choose torch or auto")
+    if backend in ("cuda", "torch") and find_spec("torch") is None:
+        reason = native.why_not()
+        instead = f"backend native is not available: {reason}; " if reason else ""
+        raise ValueError(f"{instead}backend {backend} needs torch, which is not installed: install the extra [torch]")
+    if backend == "native" and dtype == "bfloat16" and dtype not in native.dtypes():
+        raise ValueError(
+            f"dtype must be auto or one of {', '.join(native.dtypes())} for backend native on this CPU, got bfloat16; "
+            "backend torch computes in bfloat16 on every CPU"
+        )
+    if kind == "mps" and dtype == "float64":
+        raise ValueError("dtype must be auto, float32 or bfloat16 on mps, which has no float64, got float64")
+    if dtype == "auto":
+        # torch's kernels round differently at each batch size: only in float64 is that too little to change a text.
+        dtype = "float64" if backend == "torch" and kind != "mps" else "float32"
+    return backend, dtype
+
+
+def slots_that_fit(config: GPTConfig, dtype: str, free_bytes: float) -> int:
+    """Cache slots of backend cuda, 0 to 4096, that fit into a GPU's free memory with a tenth to spare."""
+    assert config.n_inner is not None
+    size = {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
+    C, heads, hs, V = config.n_embd, config.n_head + config.n_kv_head, config.head_dim, config.vocab_size
+    weights = size * config.num_parameters
+    cache = size * 2 * config.n_layer * config.n_kv_head * (config.block_size + 1) * hs
+    rotation = size * 2 * config.n_layer * heads * hs
+    activations = size * (8 * C + 4 * heads * hs + 5 * config.n_inner + 16 * config.block_size)  # masks of 16 steps
+    sampling = 8 * V * 60  # logits of 16 steps, bias, counts and what the sampler computes with
+    spare = 1 << 30  # CUDA itself, the libraries' workspaces, pieces of prompts
+    per_slot = cache + rotation + activations + sampling
+    return max(0, min(4096, int((0.9 * free_bytes - weights - spare) / per_slot)))
+
+
+def open_runner(
+    source: Checkpoint | GPT,
+    backend: str = "auto",
+    dtype: str = "auto",
+    slots: int = 32,
+    threads: int = 1,
+    device: str = "cpu",
+) -> Runner:
+    """A runner over a checkpoint's model, or over a model (which is copied).
+
+    Raises:
+        ValueError: as `resolve`; or the checkpoint cannot be loaded.
+    """
+    backend, dtype = resolve(backend, dtype, device)
+    if backend == "native":
+        if isinstance(source, Checkpoint):
+            weights = source.load_weights()
+        else:
+            weights = {name: value.detach().cpu().numpy() for name, value in source.state_dict().items()}
+        return native.NativeRunner(source.config, weights, slots, threads, dtype)
+    import torch
+
+    torch.set_num_threads(threads)
+    model = source.load_model() if isinstance(source, Checkpoint) else source
+    if backend == "cuda":
+        from service.engine.cuda import CudaRunner
+
+        return CudaRunner(model, slots, dtype, device)
+    from service.engine.eager import TorchRunner
+
+    return TorchRunner(model, slots, dtype, device)
