@@ -55,8 +55,6 @@ async def burst(plan: Plan, outcome: Outcome) -> None:
         outcome.figures |= {f"{name}: {label}": value for label, value in figures.items()}
         before, most = used.values()
         outcome.check(most - before < 400, f"{name}: memory grew from {before} to {most} MB")
-        goal = f"{name}: refusals within 100 ms at the 99th percentile"
-        outcome.goals[goal] = quantile(waits, 0.99) <= 0.1
     if plan.quick:
         return
     with case.stock(plan) as theirs:

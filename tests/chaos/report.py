@@ -43,8 +43,10 @@ PROMISES = (
     ("10,000 requests at once over new connections: memory is bounded, accepted ones end", "burst",
      "{new connections: memory at most, MB} MB, {new connections: accepted} ended, the others got 429",
      "{new connections: memory at most, MB} MB, {new connections: accepted} ended"),
-    ("the same over open connections: refusals, p99 (goal: 100 ms)", "burst",
-     "{open connections: refused after sending, p99, s} s", NONE),
+    ("one connection pipelines 1,000 requests of the largest file and reads nothing", "attacks",
+     "{1,000 pipelined GET /openapi.json, unread: over idle at most, MB} MB over idle", NONE),
+    ("16 clients send patterns that do not compile: another's /livez", "attacks",
+     "{16 clients with patterns that do not compile: /livez, max, ms} ms at most", NONE),
     ("20 minutes of mixed traffic: each accepted sequence ends once", "soak",
      "{endings} of {sequences accepted}; worker's memory {inference: slope of memory, MB per hour} MB per hour", NONE),
 )  # fmt: skip
