@@ -155,13 +155,16 @@ class Service:
         request.lease.cache_salt = body.cache_salt or ""
         return body, model
 
-    def hold(self, request: Request, body: ModelRequest, num_ids: int = 0) -> None:
+    def hold(self, request: Request, body: Any, num_ids: int = 0) -> None:
         """Hold what the fields of a body take, and so many ids of its texts, before those are encoded.
 
         Raises ApiError: 400, it is more than a request may need; otherwise as Lease.hold.
         """
         longest, limit = max(self.settings.max_prompts, self.settings.max_score_texts), self.settings.max_request_bytes
-        size = size_of(tuple(vars(body).values()), request.num_body_bytes, longest) + PROMPT_BYTES * num_ids
+        fields = (
+            tuple(vars(body).values()) if isinstance(body, ModelRequest) else (body.prompt, body.stop)
+        )  # of a PlainRequest
+        size = size_of(fields, request.num_body_bytes, longest) + PROMPT_BYTES * num_ids
         if size > limit:
             message = f"the texts and ids of the request need {size} bytes of memory, {limit} are allowed: shorten them"
             raise ApiError(400, message)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from service.http.api import reading
 from service.http.api.bodies import (
     CompletionRequest,
     DetokenizeRequest,
@@ -19,6 +21,7 @@ from service.http.api.bodies import (
 )
 from service.http.api.errors import ApiError
 from service.http.api.reading import LARGE_BODY_BYTES, LARGE_FIELD_BYTES, BodyReader, decode, read, read_large
+from service.model.params import SAMPLING_META
 from service.settings import Settings
 from tests.helpers import web
 
@@ -313,3 +316,46 @@ def test_the_place_of_an_error_is_that_in_the_body(size):
         assert reason in error.value.message and error.value.code == "invalid_json"
         (place,) = map(int, re.findall("(?:at byte|position|[(]byte) ([0-9]+)", error.value.message))
         assert place - len(before) in (0, 1)
+
+
+# -- plain requests --
+
+PLAIN_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([2**31, 2**63, 2**64 - 1, 2**64, 0.0, 0.5]),
+    st.floats(-101, 101), st.text(max_size=3), st.lists(st.text(max_size=2), max_size=2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
+@given(fields=st.dictionaries(st.sampled_from(sorted(reading._PLAIN)), PLAIN_VALUES, max_size=6), unknown=st.booleans())
+def test_a_plain_request_means_what_pydantic_says(kind, fields, unknown):
+    check_plain(kind, {"max_tokens": 3} | fields | ({"user": "x"} if unknown else {}))
+
+
+def check_plain(kind, fields):
+    fields = decode(json.dumps(fields).encode())
+    plain = reading._plain(kind, fields)
+    if plain is None:
+        return
+    request = reading.parse(kind, fields)
+    for name in (*kind.model_fields, "stops", "prompts", "ignored_fields", "has_max_tokens"):
+        assert getattr(plain, name) == getattr(request, name), name
+    assert plain.sampling((), 5) == request.sampling((), 5)
+
+
+@pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
+def test_a_plain_request_has_the_bounds_of_pydantic(kind):
+    for name, meta in SAMPLING_META.items():
+        for bound in (it for it in (meta.ge, meta.gt, meta.le) if it is not None):
+            for value in (bound, bound - 1, bound + 1, math.nextafter(bound, -math.inf), math.nextafter(bound, 1e9)):
+                check_plain(kind, {"prompt": "a", name: value})
+
+
+@pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
+def test_ordinary_requests_are_plain(kind):
+    def is_plain(fields):
+        return reading._plain(kind, {"prompt": "a", "max_tokens": 5} | fields) is not None
+
+    plain = {}, {"temperature": 0.8, "top_k": 20, "seed": 1}, {"stream": True, "stop": "\n", "n": 2, "top_p": 1}
+    others = {"regex": "a"}, {"n": 0}, {"stop": ["a"]}, {"min_tokens": 6}, {"temperature": None}, {"max_token": 5}
+    assert all(map(is_plain, plain)) and not any(map(is_plain, others))
