@@ -90,7 +90,7 @@ class Request:
         self.owner: Owner
         self.responder: Responder | None = None  # None: it was answered, or the client has left
         self.id = ""
-        self.endpoint: Any  # an Endpoint of routes.py
+        self.endpoint: Any  # an Endpoint of app.py
         self.parameter = ""  # of the path
         self.deadline = math.inf  # when it ends, whatever it waits for
         self.content = bytearray()  # of the body, as far as it has arrived
