@@ -1,4 +1,4 @@
-# The built-in rules, and a backend.
+# The built-in rules, a backend and a rule about /metrics.
 vcl 4.1;
 
 backend chargpt {
@@ -6,6 +6,13 @@ backend chargpt {
     .port = "@SERVICE@";
     .first_byte_timeout = 310s;
     .between_bytes_timeout = 310s;
+}
+
+sub vcl_recv {
+    # The second for /%6detrics: the path is compared as the client has written it.
+    if (req.url ~ "^/metrics" || req.url ~ "^[^?]*%") {
+        return (synth(403));
+    }
 }
 
 sub vcl_backend_fetch {
