@@ -29,7 +29,20 @@ def make(tmp_path, monkeypatch):
     (tmp_path / ".venv" / "bin" / "python").write_text(PYTHON.format(python=sys.executable))
     (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
     (tmp_path / ".venv" / ".installed-service,training").touch()
-    for name in ("MAKEFLAGS", "MAKELEVEL", "CHECKPOINT", "DATA", "NAME", "PRESET", "ARGS"):
+    for name in (
+        "MAKEFLAGS",
+        "MFLAGS",
+        "MAKEOVERRIDES",
+        "MAKELEVEL",
+        "VENV",
+        "TORCH",
+        "PYTHON",
+        "CHECKPOINT",
+        "DATA",
+        "NAME",
+        "PRESET",
+        "ARGS",
+    ):
         monkeypatch.delenv(name, raising=False)
 
     def run(line, code=0):
