@@ -286,3 +286,21 @@ def test_a_client_that_leaves_ends_its_request_behind_middlewares_too(wrapped):
             wrapped.wait_until_metric("chargpt_num_requests_running", 1)
         wrapped.wait_until_metric("chargpt_num_requests_running", 0)
         wrapped.wait_until_metric("chargpt_http_requests_in_progress", 1)  # that for the metrics
+
+
+def test_answers_without_a_body_have_none_behind_middlewares_either(wrapped):
+    key = f"Authorization: Bearer {KEY}\r\n".encode()
+    head = b"HEAD /livez HTTP/1.1\r\nHost: a\r\n" + key + b"\r\n"
+    last = b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    with sent(wrapped.port, head + head + last) as connection:
+        answers = received(connection).split(b"HTTP/1.1 200 OK\r\n")
+    assert [answer.endswith(b"\r\n\r\n") for answer in answers[1:3]] == [True, True]
+    assert b"alive" not in answers[1] + answers[2] and b"chunked" not in answers[1] and b"alive" in answers[3]
+
+
+def test_line_breaks_before_a_request_do_not_stop_the_others(server):
+    with contextlib.ExitStack() as stack, waits_of_another(server) as waits:
+        for _ in range(200):
+            stack.enter_context(sent(server.port, b"\r\n" * 16_000))
+        time.sleep(1)
+    assert max(waits) < LONGEST_WAIT, sorted(waits)[-5:]

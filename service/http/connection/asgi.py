@@ -54,7 +54,8 @@ class Middlewares:
         try:
             await self._asgi(exchange.scope, exchange.receive, exchange.send)
         except Exception:
-            logger.exception("a middleware failed")
+            if not exchange.has_left:  # without an answer, some middlewares raise
+                logger.exception("a middleware failed")
         finally:  # cancelled when the time to drain is over
             if not exchange.is_finished:
                 exchange.fail()
@@ -100,6 +101,10 @@ class Exchange:
             "client": (request.peer, 0),
             "chargpt.exchange": self,
         }
+
+    @property
+    def has_left(self) -> bool:
+        return self._left.is_set()
 
     # -- what middlewares see --
 

@@ -19,7 +19,8 @@ MAX_HEADERS = 100
 PIECE_BYTES = 4096  # parsed at a time outside a body of known length, so that the limits are checked before much is
 BLANK_LINE = b"\r\n\r\n"  # ends each head and each chunked body: httptools accepts no other line ends
 # Section 3. httptools also takes several spaces, bare CRs before it, and RTSP and ICE as HTTP.
-REQUEST_LINE = re.compile(rb"(?:\r\n)*[!-~]+ [^ \r\n]+ HTTP/[0-9]\.[0-9]\r\n")
+LINE_BREAKS = re.compile(rb"(?:\r\n)*")  # may stand before a request line (section 2.2)
+REQUEST_LINE = re.compile(rb"[!-~]+ [^ \r\n]+ HTTP/[0-9]\.[0-9]\r\n")
 HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")  # RFC 3986, 3.2.2
 
 
@@ -70,6 +71,7 @@ class RequestParser:
         self._progressed, piece = False, data[start:end]
         if not self._has_line:
             self._line += piece
+            self._line = self._line[LINE_BREAKS.match(self._line).end() :]  # type: ignore[union-attr]  # matches ""
             if b"\n" in piece and REQUEST_LINE.match(self._line):
                 self._line, self._has_line = b"", True
         try:
@@ -101,7 +103,8 @@ class RequestParser:
         if straddling >= 0:
             end = start + straddling + len(BLANK_LINE) - len(tail)
         else:
-            blank = data.find(BLANK_LINE, start, end)
+            begin = start if self._has_line else LINE_BREAKS.match(data, start, end).end()  # type: ignore[union-attr]
+            blank = data.find(BLANK_LINE, begin, end)
             if blank >= 0:
                 end = blank + len(BLANK_LINE)
         self._tail = b"" if straddling >= 0 or data[end - 4 : end] == BLANK_LINE else (tail + data[start:end])[-3:]

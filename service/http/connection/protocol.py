@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PARSE_SECONDS = 0.002
+PARSE_SECONDS = 0.0005
 MAX_UNPARSED_BYTES = 1 << 16  # read ahead of what may be parsed, beyond which reading stops
 LINGER_BYTES = 4 << 20
 TLS_KEPT_BYTES = (
@@ -71,6 +71,7 @@ class Connection(asyncio.Protocol):
         self.current: Request | None = None
         self._keeps_alive = True  # after the current request
         self._has_begun = self._is_chunked = False  # the current answer
+        self._has_body = True
         self._begun_head = b""  # of an answer whose first part is yet to come
         self._drained: asyncio.Future[None] | None = None
         self.is_full = False
@@ -286,15 +287,16 @@ class Connection(asyncio.Protocol):
         """An answer of unknown length; parts follow."""
         request = self.current
         assert request is not None
-        self._is_chunked = not request.is_old
-        if not self._is_chunked:  # section 6.1: a body of unknown length ends with the connection
+        self._has_body = request.method != "HEAD" and status not in (204, 304)
+        self._is_chunked = self._has_body and not request.is_old
+        if request.is_old:  # section 6.1: a body of unknown length ends with the connection
             self._keeps_alive = False
         # Goes out with the first part. The parts of a stream of events are small.
         head = self._head(status, headers, 0 if b"text/event-stream" in headers else math.inf)
         self._begun_head = head + (b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
 
     def write(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or not self._has_body:
             return
         head, self._begun_head = self._begun_head, b""
         if self._is_chunked:

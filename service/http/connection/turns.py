@@ -23,7 +23,7 @@ class Waiting(Protocol):
     transport: asyncio.Transport
 
     def take_turn(self) -> None:
-        """Begin at most one request, and return within about 2 ms."""
+        """Begin at most one request, and return within about 1 ms."""
 
 
 class Timed(Protocol):
