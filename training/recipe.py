@@ -73,41 +73,30 @@ def _fitted(
     longest_window: int | None,
     preset: TrainConfig,
 ) -> TrainConfig:
-    length, wanted = len(corpus.train), config
-    if longest_window is not None and "block_size" in adaptable:
-        wanted = replace(wanted, block_size=min(longest_window, wanted.block_size))
-    if config.init_from:
-        wanted = replace(wanted, **{name: rate for name, rate in TUNED_RATES.items() if name in adaptable})
-    epochs = TAUGHT_EPOCHS if config.teachers else EPOCHS
+    length = len(corpus.train)
+
+    def with_open(wanted: TrainConfig, values: dict[str, Any]) -> TrainConfig:
+        """Change the settings that the user has left open."""
+        return replace(wanted, **{name: value for name, value in values.items() if name in adaptable})
+
+    wanted = with_open(config, TUNED_RATES) if config.init_from else config
+    if longest_window is not None:
+        wanted = with_open(wanted, {"block_size": min(longest_window, wanted.block_size)})
     trained = max(each.steps * each.tokens_per_step for each in (preset, config))
-    is_small = trained > epochs * length
+    is_small = trained > (TAUGHT_EPOCHS if config.teachers else EPOCHS) * length
+    characters = preset.tokens_per_step
     if is_small:
         if adaptable >= set(SHAPE):
-            depth = min(config.n_layer, max(MIN_DEPTH, int(SMALL_DEPTH * config.n_layer)))
-            wanted = replace(wanted, n_layer=depth)
-        missing = 0.0  # orders of magnitude
-        if adaptable >= set(SHAPE) or config.init_from:
-            enough = REGULARIZED * wanted.n_layer * wanted.n_embd**2 / REGULARIZED_SIZE
-            missing = min(1.0, math.log10(max(1.0, enough / length)))
-        more_dropout, more_decay = (TUNED_DROPOUT, 0.0) if config.init_from else (MORE_DROPOUT, MORE_DECAY)
-        others: dict[str, Any] = {
-            "block_size": min(SMALL_WINDOW, wanted.block_size),
-            "dropout": max(config.dropout, round(more_dropout * missing, 2)),
-            "weight_decay": round(max(SMALL_DECAY, config.weight_decay) + more_decay * missing, 2),
-        }
-        wanted = replace(wanted, **{name: value for name, value in others.items() if name in adaptable})
-    block_size, batch_size = wanted.block_size, config.batch_size
-    if corpus.records is not None and adaptable >= {"block_size", "batch_size"}:  # else steps would be smaller
-        longest = int(RecordSampler(corpus.train, block_size, config.seed).pieces[1].max())
-        block_size = min(block_size, max(MIN_WINDOW, 1 << longest.bit_length()))
-    elif corpus.records is None and "block_size" in adaptable and 2 * block_size > length >= 4 * MIN_BLOCK:
-        block_size = 1 << (length // 4).bit_length() - 1
+            wanted = replace(wanted, n_layer=min(config.n_layer, max(MIN_DEPTH, int(SMALL_DEPTH * config.n_layer))))
+        sizes_are_open = adaptable >= set(SHAPE) or config.init_from is not None
+        window = {"block_size": min(SMALL_WINDOW, wanted.block_size)}
+        wanted = with_open(wanted, regularization(wanted, length if sizes_are_open else None) | window)
+        # More steps, so that no less is trained on.
+        characters = min(characters, max(MIN_STEP, int(SMALL_STEP * characters)))
+    block_size, batch_size = window_for(wanted, corpus, adaptable), config.batch_size
     if "batch_size" in adaptable:
-        characters = preset.tokens_per_step
-        if is_small:  # which has more steps, so that no less is trained on
-            characters = min(characters, max(MIN_STEP, int(SMALL_STEP * characters)))
         if (block_size, characters) != (config.block_size, config.tokens_per_step) or config.batch_size % parts:
-            batch_size = -(-max(1, characters // block_size) // parts) * parts
+            batch_size = rows_of(characters, block_size, parts)
     wanted = replace(wanted, block_size=block_size, batch_size=batch_size)
     if is_small and (corpus.records is not None or 2 * wanted.block_size <= length):
         sampler = sampler_of(corpus, wanted.block_size, wanted.seed)
@@ -118,10 +107,39 @@ def _fitted(
             "steps": steps, "warmup_steps": min(config.warmup_steps, steps // 4),
             "eval_every": max(1, steps // evaluations), "patience": PATIENCE,
         }  # fmt: skip
-        wanted = replace(wanted, **{name: value for name, value in schedule.items() if name in adaptable})
-    if "eval_every" in adaptable and wanted.steps < MIN_EVALUATIONS * wanted.eval_every:
-        wanted = replace(wanted, eval_every=max(1, wanted.steps // SHORT_EVALUATIONS))
+        wanted = with_open(wanted, schedule)
+    if wanted.steps < MIN_EVALUATIONS * wanted.eval_every:
+        wanted = with_open(wanted, {"eval_every": max(1, wanted.steps // SHORT_EVALUATIONS)})
     return wanted
+
+
+def regularization(config: TrainConfig, length: int | None) -> dict[str, Any]:
+    """Dropout and weight decay for a text that is repeated often; `length` is its characters if they raise them."""
+    missing = 0.0  # orders of magnitude
+    if length is not None:
+        enough = REGULARIZED * config.n_layer * config.n_embd**2 / REGULARIZED_SIZE
+        missing = min(1.0, math.log10(max(1.0, enough / length)))
+    more_dropout, more_decay = (TUNED_DROPOUT, 0.0) if config.init_from else (MORE_DROPOUT, MORE_DECAY)
+    return {
+        "dropout": max(config.dropout, round(more_dropout * missing, 2)),
+        "weight_decay": round(max(SMALL_DECAY, config.weight_decay) + more_decay * missing, 2),
+    }
+
+
+def window_for(config: TrainConfig, corpus: Corpus, adaptable: Set[str]) -> int:
+    """block_size: the longest record's, or a quarter of a text that has fewer than two windows."""
+    block_size, length = config.block_size, len(corpus.train)
+    if corpus.records is not None and adaptable >= {"block_size", "batch_size"}:  # else steps would be smaller
+        longest = int(RecordSampler(corpus.train, block_size, config.seed).pieces[1].max())
+        return min(block_size, max(MIN_WINDOW, 1 << longest.bit_length()))
+    if corpus.records is None and "block_size" in adaptable and 2 * block_size > length >= 4 * MIN_BLOCK:
+        return 1 << (length // 4).bit_length() - 1
+    return block_size
+
+
+def rows_of(characters: int, block_size: int, parts: int) -> int:
+    """Windows of a step of about so many characters: a multiple of `parts`."""
+    return -(-max(1, characters // block_size) // parts) * parts
 
 
 def explanation(corpus: Corpus, changes: dict[str, Any]) -> str:
