@@ -81,6 +81,11 @@ class TrainConfig:
     dropout: float = option(0.0, "dropout on each residual branch, in [0, 1)", FRACTION)
 
     # optimization
+    minutes: float = option(
+        0.0,
+        "minutes that the run may take: they decide size and steps, by this machine's speed; 0: the preset does",
+        (0, 10**6),
+    )
     steps: int = option(2800, "optimizer steps", COUNT)
     batch_size: int = option(4, "windows of block_size characters per step; more while they are cut", SMALL_COUNT)
     window_stages: int = expert(

@@ -28,6 +28,7 @@ from training.folders import restore_folder
 from training.inputs import find_checkpoint
 from training.loop import DivergedError, InterruptedRun, Run
 from training.messages import plural, say
+from training.plan import Plan, measured_speed
 from training.recipe import SETTINGS, explanation, fitted
 from training.selfcheck import refuse_other_weights
 from training.speed import keep_freed_memory
@@ -55,6 +56,8 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
     if "teachers" in given:
         given["teachers"] = tuple(str(find_checkpoint(path)) for path in given["teachers"])
     if not args.resume:
+        if given.get("minutes"):
+            refuse_both(given, args.preset)
         if "init_from" in given:
             given = inherited(given["init_from"]) | given
         preset = TrainConfig.from_preset(args.preset or "cpu")
@@ -70,6 +73,13 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
         left_out = {"data", *((fixed | SETTINGS) - given.keys())}
         given = {name: value for name, value in wanted.items() if name not in left_out}
     resume(args.out, given, console, data=data)
+
+
+def refuse_both(given: dict[str, Any], preset: str | None) -> None:
+    """Raises ConfigError: --minutes is given, and what it decides too."""
+    if preset or "steps" in given:
+        other = f"--preset {preset}" if preset else f"--steps {given['steps']}"
+        raise ConfigError(f"--minutes {given['minutes']:g} decides what {other} does; pass only one of them")
 
 
 def start(
@@ -122,7 +132,7 @@ def _new_run(
             "--out"
         )
     corpus = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude)
-    tokenizer = corpus.tokenizer
+    tokenizer, origin = corpus.tokenizer, None
     for note in corpus.notes:
         say(console, note)
     for path in (*config.teachers, *([config.init_from] if config.init_from else [])):
@@ -134,9 +144,17 @@ def _new_run(
         refuse_short_text(config, corpus)
         tokenizer = origin.tokenizer
     longest = min((Checkpoint.read(path).config.block_size for path in config.teachers), default=None)
-    config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate, longest, preset)
-    if changes:
-        say(console, explanation(corpus, changes))
+    parts = world.size * config.accumulate
+    if config.minutes:
+        recoded = recode(corpus, tokenizer)
+        plan = Plan(config, recoded, adaptable, parts, lambda each: measured_speed(each, recoded, world, origin))
+        config = plan.config
+        for line in plan.explanation():
+            say(console, line)
+    else:
+        config, changes = fitted(config, corpus, adaptable, parts, longest, preset)
+        if changes:
+            say(console, explanation(corpus, changes))
     refuse_other_weights(config.model_config(tokenizer.vocab_size))  # and an impossible shape
     sampler_of(corpus, config.block_size, config.seed)  # refuses a text that is too short for it
     resolved = resolve_auto(config, world.size)

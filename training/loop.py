@@ -140,6 +140,7 @@ class Run:
         self.optimizers = Optimizers(self.model, config, self.halves.map if self.halves else map)
         self.progress = Progress()
         self.run_log: RunLog | None = None  # of the main process, while it trains
+        self.received: list[int] = []  # signals
         self.scored: dict[str, Any] = {}  # characters and standard error of the final losses, for training.json
         self.saved_at = time.monotonic()
         self.cpu_seconds = 0.0  # this process's last step

@@ -36,7 +36,7 @@ MIN_EVALUATIONS = 4  # fewer would say little about a run's course
 SHORT_EVALUATIONS = 8  # of a run that would have fewer
 
 SETTINGS = frozenset(SHAPE) | {"dropout", "weight_decay", "block_size", "batch_size", "muon_lr", "adamw_lr"}
-SETTINGS |= {"steps", "warmup_steps", "eval_every", "patience"}
+SETTINGS |= {"steps", "warmup_steps", "eval_every", "eval_chars", "patience"}
 
 
 def fitted(

@@ -1,0 +1,90 @@
+"""What `--minutes` decides, for speeds that the tests choose; and a run of it, as a user starts one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from service.model.checkpoint import Checkpoint
+from tests.training.test_training import TEXT, call, flags
+from training.config import TrainConfig
+from training.data import prepare
+from training.plan import ENOUGH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan
+from training.recipe import EPOCHS, SETTINGS
+
+WIDTHS = [size["n_embd"] for size in LADDER]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A text of 1.3 MB."""
+    path = tmp_path_factory.mktemp("plan") / "text.txt"
+    path.write_text("".join(f"{line}{i}\n" for i, line in enumerate(500 * TEXT.splitlines())))
+    return prepare(str(path))
+
+
+def plan(corpus, minutes, speed, adaptable=SETTINGS, parts=1, **settings):
+    """speed: characters/s times the model's parameters."""
+
+    def measure(config):
+        return speed / config.model_config(corpus.tokenizer.vocab_size).num_parameters
+
+    return Plan(TrainConfig(minutes=minutes, **settings), corpus, adaptable, parts, measure)
+
+
+def size_of(config):
+    return config.n_layer, config.n_embd
+
+
+def test_more_minutes_give_larger_models_and_no_more_steps_than_the_time_has(corpus):
+    speed, sizes = 2e10, []
+    for minutes in (0.1, 1, 4, 15, 60):
+        found = plan(corpus, minutes, speed)
+        characters = found.config.steps * found.config.tokens_per_step
+        allowed = 60 * minutes * TRAINED_SHARE * found.rate
+        assert characters <= allowed or found.config.steps == 100
+        assert characters > 0.9 * min(allowed, EPOCHS * found.length) or found.config.steps == 100
+        assert found.parameters(found.config) <= MOST_PARAMETERS * found.length
+        if size_of(found.config) != (LADDER[0]["n_layer"], LADDER[0]["n_embd"]):
+            assert found.characters >= ENOUGH * found.parameters(found.config)
+        sizes.append(found.parameters(found.config))
+    assert sizes == sorted(sizes) and len(set(sizes)) >= 3
+
+
+def test_a_text_that_is_too_short_for_the_time_ends_the_run_early(corpus):
+    found = plan(corpus, 10_000, 2e10)
+    assert found.config.steps * found.config.tokens_per_step == pytest.approx(EPOCHS * found.length, rel=0.01)
+    assert found.config.dropout > 0 and found.config.patience
+    [chosen, short] = found.explanation()
+    assert "10000 minutes" in chosen and "seen the text 10 times" in short
+
+
+def test_what_the_user_sets_stays(corpus):
+    given = {"n_layer": 3, "batch_size": 5, "dropout": 0.2}
+    found = plan(corpus, 15, 2e10, SETTINGS - given.keys(), **given).config
+    assert given == {name: getattr(found, name) for name in given}
+    assert found.n_embd == TrainConfig().n_embd  # sizes belong together
+    assert plan(corpus, 4, 2e10, parts=3).config.batch_size % 3 == 0
+
+
+def test_a_run_of_minutes_is_repeated_by_what_it_printed(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(20 * TEXT.splitlines())))
+    common = {"data": tmp_path / "text.txt", "threads": 1, "dtype": "float32", "sample_chars": 0}
+    small = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
+    assert call(["train", *flags(out=tmp_path / "a", minutes=0.03, **common, **small)]) == 0
+    [chosen] = re.findall(r"measured here:(.*); each can be set", capsys.readouterr().err)
+    again = [*flags(out=tmp_path / "b", **common, **small), *chosen.split()]
+    assert call(["train", *again]) == 0
+    one, two = (Checkpoint.read(tmp_path / name / "best") for name in "ab")
+    assert (one.path / "model.safetensors").read_bytes() == (two.path / "model.safetensors").read_bytes()
+    recipes = [each.training["recipe"] for each in (one, two)]
+    assert [recipe.pop("minutes") for recipe in recipes] == [0.03, 0.0] and recipes[0] == recipes[1]
+    assert call(["train", "--resume", *flags(out=tmp_path / "a", minutes=0.03)]) == 0
+    assert "is already finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [["--preset", "quick"], ["--steps", "7"]])
+def test_minutes_exclude_what_they_decide(tmp_path, capsys, other):
+    assert call(["train", *flags(data=tmp_path, out=tmp_path / "out", minutes=2), *other]) == 1
+    assert f"--minutes 2 decides what {' '.join(other)} does; pass only one" in capsys.readouterr().err

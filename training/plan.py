@@ -1,0 +1,160 @@
+"""What `--minutes` decides: the size, the steps and the regularization of a run that may take so long.
+
+It measures how many characters/s each size of LADDER trains on this machine. It takes the largest size that sees
+ENOUGH characters in the time and that the text is long enough for. RECIPE.md has the runs behind the numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from training.config import TrainConfig
+from training.data import Corpus
+from training.device import resolve_auto
+from training.distributed import World
+from training.finetune import Origin
+from training.loop import Run
+from training.messages import duration, flags
+from training.recipe import EPOCHS, PATIENCE, SHAPE, TUNED_RATES, regularization, rows_of, window_for
+
+LADDER: tuple[dict[str, Any], ...] = (
+    {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 128},
+    {"n_layer": 6, "n_head": 4, "n_kv_head": 2, "n_embd": 128},
+    {"n_layer": 6, "n_head": 6, "n_kv_head": 3, "n_embd": 192},
+    {"n_layer": 8, "n_head": 8, "n_kv_head": 4, "n_embd": 256},
+    {"n_layer": 8, "n_head": 12, "n_kv_head": 6, "n_embd": 384},
+    {"n_layer": 12, "n_head": 16, "n_kv_head": 8, "n_embd": 512},
+)
+ENOUGH = 1.0  # characters per parameter
+MOST_PARAMETERS = 7  # per character of the training split; more memorize it
+STEP = 16  # characters of a step per n_embd
+MIN_STEPS, SHORT = 100, 1000  # steps; of a run with fewer than SHORT, a step has half the characters
+TRAINED_SHARE = 0.85  # of the time; evaluations and the final scores take the rest
+TIMED_STEPS = 3  # with each size of window
+EVALUATIONS, EVALUATED_SHARE, MIN_EVALUATED = 8, 1 / 100, 30_000  # characters of each, of those trained on
+# A model with 5.8 parameters per character of the text that saw it ten times did best with these.
+STRAIN, STRAINED_DROPOUT, DECAY, STRAINED_DECAY, MIN_DROPOUT = 58, 0.12, 0.1, 0.25, 0.03
+
+Speed = Callable[[TrainConfig], float]  # characters/s
+
+
+class Plan:
+    """The settings for a time, a text and a machine; those outside of `adaptable` stay as they are.
+
+    parts: batch_size must be a multiple of it. speed: measures how fast a run trains.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, adaptable: Set[str], parts: int, speed: Speed):
+        self.corpus, self.adaptable, self.parts, self.speed = corpus, adaptable, parts, speed
+        self.deadline = time.monotonic() + 60 * config.minutes * TRAINED_SHARE
+        self.length = len(corpus.train)
+        start = self.with_open(config, TUNED_RATES) if config.init_from else config
+        chooses_size = adaptable >= set(SHAPE) and not config.init_from
+        for number, size in enumerate(LADDER if chooses_size else ({},)):
+            wanted = self.sized(start, size)
+            if number and self.parameters(wanted) > MOST_PARAMETERS * self.length:
+                break
+            if number and self.parameters(wanted) * ENOUGH > self.characters:
+                break  # a larger size is no faster
+            rate = speed(wanted)
+            if number and self.parameters(wanted) * ENOUGH > rate * self.seconds_left:
+                break
+            self.config, self.rate = wanted, rate
+        if self.characters < SHORT * self.config.tokens_per_step:
+            half = rows_of(self.config.tokens_per_step // 2, self.config.block_size, parts)
+            self.remeasured({"batch_size": half})
+        dropout = self.config.dropout
+        self.config = self.with_open(self.config, self.regularized())
+        if self.config.dropout > dropout:
+            self.remeasured({})
+        self.config = self.with_open(self.config, self.schedule())
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    @property
+    def characters(self) -> float:
+        """That the run chosen so far sees in the rest of the time."""
+        return self.rate * self.seconds_left
+
+    def parameters(self, config: TrainConfig) -> int:
+        """Without embedding and head."""
+        vocab_size = self.corpus.tokenizer.vocab_size
+        return config.model_config(vocab_size).num_parameters - 2 * vocab_size * config.n_embd
+
+    def with_open(self, config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
+        return replace(config, **{name: value for name, value in values.items() if name in self.adaptable})
+
+    def sized(self, config: TrainConfig, size: dict[str, Any]) -> TrainConfig:
+        config = self.with_open(config, size)
+        config = self.with_open(config, {"block_size": window_for(config, self.corpus, self.adaptable)})
+        batch_size = rows_of(STEP * config.n_embd, config.block_size, self.parts)
+        return self.with_open(config, {"batch_size": batch_size})
+
+    def remeasured(self, values: dict[str, Any]) -> None:
+        self.config = self.with_open(self.config, values)
+        self.rate = self.speed(self.config)
+
+    @property
+    def epochs(self) -> float:
+        return min(EPOCHS, self.characters / self.length)
+
+    def regularized(self) -> dict[str, Any]:
+        strain = min(1.0, self.epochs * self.parameters(self.config) / self.length / STRAIN)
+        dropout = round(STRAINED_DROPOUT * strain, 2)
+        small = regularization(self.config, self.length)
+        if self.epochs == EPOCHS and small["dropout"] > dropout:
+            return small
+        return {
+            "dropout": dropout if dropout >= MIN_DROPOUT else 0.0,
+            "weight_decay": round(DECAY + (STRAINED_DECAY - DECAY) * strain, 2),
+        }
+
+    def schedule(self) -> dict[str, Any]:
+        steps = max(MIN_STEPS, int(self.epochs * self.length) // self.config.tokens_per_step)
+        evaluated = max(MIN_EVALUATED, int(EVALUATED_SHARE * steps * self.config.tokens_per_step))
+        return {
+            "steps": steps,
+            "warmup_steps": min(self.config.warmup_steps, steps // 4),
+            "eval_every": max(1, steps // EVALUATIONS),
+            "eval_chars": evaluated,
+            "patience": PATIENCE if self.epochs == EPOCHS else 0,
+        }
+
+    def explanation(self) -> Iterator[str]:
+        chosen = {name: value for name, value in self.config.as_dict().items() if name in self.adaptable}
+        minutes = f"{self.config.minutes:g} minute{'' if self.config.minutes == 1 else 's'}"
+        yield f"for {minutes} at {self.rate:,.0f} characters/s, measured here:{flags(chosen)}; each can be set"
+        if self.epochs == EPOCHS:
+            seconds = EPOCHS * self.length / self.rate / TRAINED_SHARE
+            yield (
+                f"training ends after about {duration(seconds)}, when it has seen the text {EPOCHS:g} times: it would "
+                "memorize the text in more; a longer text would use the time"
+            )
+
+
+def measured_speed(config: TrainConfig, corpus: Corpus, world: World, origin: Origin | None) -> float:
+    """Characters/s of training with these settings: of steps with each size of window, as often as a run takes them."""
+    own = replace(config, batch_size=config.batch_size // world.size)
+    run = Run(own, resolve_auto(own, 1), corpus, Path(), World(), origin)
+    run.check_forward(Console(quiet=True))
+    windows = Counter(config.window_at(config.steps * i // 100) for i in range(100))  # percent of the steps of each
+    characters = seconds = 0.0
+    for window, percent in windows.items():
+        times = []
+        for _ in range(TIMED_STEPS):
+            run.progress.step = next(step for step in range(config.steps) if config.window_at(step) == window)
+            before, started = run.progress.characters, time.monotonic()
+            run.step()
+            times.append(time.monotonic() - started)
+        characters += percent * (run.progress.characters - before)
+        seconds += percent * min(times)  # the first is slower
+    return world.size * characters / seconds
