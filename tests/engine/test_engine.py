@@ -251,6 +251,24 @@ def test_clients_get_characters_by_weight(timed, weight, least, most, number):
 
 
 @on_any
+def test_the_time_of_a_stop_pattern_counts_in_its_clients_part(timed):
+    """The host follows 250 partial matches in the time of two rows. It was charged to nobody: another client's stream
+    beside it lost a third of its characters."""
+    engine, _ = timed(4, 0.02, lambda rows, steps: 0.001 * rows * steps)
+    pattern = compile_regex(r"(.|\n){250}Q{9}", VOCABULARY).pack()
+    engine.submit(Submit(0, [1], 4000, SamplingParams(), client="a"))
+    engine.submit(Submit(1, [1], 4000, SamplingParams(), client="b", stop_pattern=pattern))
+    ran = Ran(engine)
+    while len(ran.texts[1]) < 300:
+        ran.run(1)
+    before = {id: len(text) for id, text in ran.texts.items()}
+    while len(ran.texts[0]) < 3900:
+        ran.run(1)
+    plain, followed = (len(ran.texts[id]) - before[id] for id in (0, 1))
+    assert 2.8 < plain / followed < 3.1
+
+
+@on_any
 @pytest.mark.parametrize(("weight", "least", "most"), [(1.0, 0.9, 1.1), (3.0, 2.7, 3.3), (10.0, 9.0, 11.0)])
 @pytest.mark.parametrize(("lengths", "numbers"), [((20, 100), (40, 40)), ((100, 20), (40, 40)), ((50, 100), (2, 40))])
 def test_prompts_run_by_weight(timed, weight, least, most, lengths, numbers):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from service.constrain.regex import compile_regex
 from service.engine.fair_queue import FairQueue
 from service.engine.scheduler import BusyError, Scheduler, reserved_slots
 from service.engine.sequence import Sequence, StopMatcher
@@ -343,6 +344,23 @@ def test_what_an_early_end_did_not_use_is_given_back():
         s.ids += [0] * (1000 if s.request.client == "long" else 1)
         queue.remove(s)
     assert starts["brief"] > 100 * starts["long"]
+
+
+def test_what_a_stop_pattern_takes_is_charged():
+    """The host follows 128 partial matches for each character, in the time of another one."""
+    queue, pattern = FairQueue(max_running=100), compile_regex(".{128}b", "ab").pack()
+    starts = {"plain": 0, "followed": 0}
+    for id in range(60):
+        for client, stop in ("plain", None), ("followed", pattern):
+            queue.add(sequence(2 * id + (stop is None), max_tokens=1000, client=client, stop_pattern=stop))
+    for _ in range(45):
+        s = queue.pop()
+        starts[s.request.client] += 1
+        queue.charge(s, 1003)
+        s.num_run = 3
+        s.extend([0] * 1000)
+        queue.remove(s)
+    assert starts == {"plain": 30, "followed": 15}
 
 
 def test_newcomers_do_not_wait_until_a_refund_is_used_up():
