@@ -13,7 +13,8 @@ from service.constrain.automaton import MinimumLength
 from service.constrain.regex import compile_choice, compile_regex, compile_without
 from service.engine import native
 from service.engine.backends import open_runner, resolve
-from service.engine.engine import Cost, Engine
+from service.engine.engine import BrokenRunnerError, Cost, Engine
+from service.engine.runner import FAILED, Outcome
 from service.engine.sequence import Sequence
 from service.model.params import SamplingParams
 from service.model.sampling import uniforms
@@ -566,6 +567,29 @@ def fail_once(monkeypatch):
         monkeypatch.setattr(owner, name, fail)
 
     return fail_once
+
+
+@on_any
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_runner_of_which_16_calls_in_a_row_fail_is_broken(make, monkeypatch, raises):
+    """Then only a new process may help. One call that succeeds begins the count again."""
+    engine = make(2)
+    forward, numbers = engine.runner.prefill, itertools.count(1)
+
+    def prefill(pieces):
+        if next(numbers) == 16:
+            return forward(pieces)
+        if raises:
+            raise RuntimeError("it fails")
+        return Outcome(np.full((len(pieces), 1), FAILED), {})
+
+    monkeypatch.setattr(engine.runner, "prefill", prefill)
+    endings = []
+    with pytest.raises(BrokenRunnerError, match="the last 16 calls of the model failed"):
+        for id in range(100):
+            engine.submit(Submit(id, [1], 1, SamplingParams()))
+            endings += [delta.finish_reason for delta in engine.step()]
+    assert endings == ["error"] * 15 + ["length"] + ["error"] * 15
 
 
 @pytest.mark.parametrize("name", ["start", "prefill"])

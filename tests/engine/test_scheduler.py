@@ -1,10 +1,11 @@
 import itertools
 import random
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from service.constrain.regex import compile_regex
@@ -24,6 +25,8 @@ def sequence(id, prompt=3, max_tokens=5, **options):
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.text("abc", max_size=30))
+@example(["b", "ab"], "ab")  # the longest of those that end together, wherever it stands
+@example(["ab", "b"], "ab")
 def test_matcher_finds_the_first_stop_and_holds_the_longest_prefix(stops, text):
     matcher = StopMatcher(tuple(tuple(map(ord, s)) for s in stops))
     for end in range(1, len(text) + 1):
@@ -344,6 +347,33 @@ def test_what_an_early_end_did_not_use_is_given_back():
         s.ids += [0] * (1000 if s.request.client == "long" else 1)
         queue.remove(s)
     assert starts["brief"] > 100 * starts["long"]
+
+
+def test_a_newcomer_and_one_that_returns_share_from_now_on():
+    """What the others ran before is over: they do not wait until a newcomer has run as much."""
+    queue, ids = FairQueue(max_running=8), itertools.count()
+
+    def run(count):
+        turns = Counter()
+        for _ in range(count):
+            s = queue.pop()
+            turns[s.request.client] += 1
+            queue.charge(s, 8)
+            s.num_run, s.finish_reason = 8, "length"
+            queue.remove(s)
+        return turns
+
+    def wait(client, count):
+        for _ in range(count):
+            queue.add(sequence(next(ids), client=client))
+
+    wait("old", 200)
+    wait("brief", 1)
+    assert run(100) == {"old": 99, "brief": 1}
+    wait("new", 50)
+    wait("brief", 50)
+    turns = run(30)
+    assert all(9 <= turns[client] <= 11 for client in ("old", "new", "brief")), turns
 
 
 def test_what_a_stop_pattern_takes_is_charged():
