@@ -35,6 +35,8 @@ def main() -> int:
 
         print(f"chargpt {release()}")
         return 0
+    # NumPy's own threads fight with the engine's for the CPUs. OpenBLAS reads this once, when NumPy is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from service.settings import read_settings
 
     return serve(read_settings())

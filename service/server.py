@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096  # connections that wait to be accepted; as many as Linux allows by default (net.core.somaxconn)
 UVICORN_GRACE_SECONDS = 2  # requests are drained before uvicorn stops
 POLL_SECONDS = 0.1  # between two looks at all processes
+START_POLL_SECONDS = 0.01  # the same until the service is ready
 SWITCH_SECONDS = 0.0005  # for which the event loop waits for a thread that computes: patterns, /metrics, attention
 HTTP_START_SECONDS = 60.0  # of an HTTP process, until its first heartbeat
 
@@ -213,7 +214,8 @@ class Server(LitServer):
                 for process in of_loggers:
                     if not process.is_alive():
                         raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
-                time.sleep(POLL_SECONDS)  # so that Python can run signal handlers
+                # So that Python can run signal handlers.
+                time.sleep(POLL_SECONDS if is_announced else START_POLL_SECONDS)
         finally:
             self.catalog.is_ending = True
             self._stop()
@@ -281,7 +283,7 @@ class Server(LitServer):
                 raise StartError(f"no inference process was ready within {START_SECONDS:g} s")
             if not any(worker.is_alive() for worker in self.supervisor.processes(self.state.worker_names)):
                 raise StartError("no inference process could start; the log says why, unless a signal ended it")
-            time.sleep(0.05)
+            time.sleep(START_POLL_SECONDS)
 
     @property
     def _has_worker(self) -> bool:

@@ -187,9 +187,9 @@ def serving(checkpoint: Path, program: tuple[str, ...] = ("-m", "service"), **se
         yield server
 
 
-def lasting(checkpoint: Path, **settings: Any) -> Iterator[RunningServer]:
+def lasting(checkpoint: Path, program: tuple[str, ...] = ("-m", "service"), **settings: Any) -> Iterator[RunningServer]:
     """For the fixture of a server that several tests use; at the end it stops as it should."""
-    with serving(checkpoint, **settings) as server:
+    with serving(checkpoint, program, **settings) as server:
         yield server
         assert server.stop() == 0, server.output()
         assert "Traceback" not in server.output()

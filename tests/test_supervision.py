@@ -208,6 +208,22 @@ def test_supervisor_gives_up_on_a_process_that_takes_long_to_fail():
 # -- a process hangs --
 
 
+def test_supervisor_is_patient_after_a_pause_of_all_processes():
+    """As of a machine that slept: nobody could show that it runs. One that does not from then on hangs."""
+    state, now, killed = SharedState(), [time.monotonic()], []
+    process = SimpleNamespace(pid=7, is_alive=lambda: True, kill=lambda: killed.append(now[0]))
+    supervisor = Supervisor(state, hang_seconds=10, max_failed_starts=1, window_seconds=300, clock=lambda: now[0])
+    supervisor.watch("worker-0", lambda: process, lambda: None, 600)
+    state.beat("worker-0")
+    supervisor.check()
+    woken = now[0] = now[0] + 1000
+    while not killed:
+        supervisor.check()
+        now[0] += 0.5
+        assert now[0] < woken + 20
+    assert killed[0] > woken + 10
+
+
 def test_a_hung_process_is_replaced(checkpoint):
     with serving(checkpoint.path, hang_seconds=1) as server:
         text = generate(server).json()["choices"][0]["text"]

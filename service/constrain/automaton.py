@@ -226,6 +226,11 @@ class StopPattern:
         self._position = 0  # ids seen
         # The state of each partial match -> its start; of those in one state the earliest. In order of the starts.
         self._starts: dict[int, int] = {}
+        self.num_followed = 0  # partial matches by one id each, of all time
+
+    @property
+    def num_partial(self) -> int:
+        return len(self._starts)
 
     @property
     def held(self) -> int:
@@ -235,6 +240,7 @@ class StopPattern:
         """Read one id; returns the length of the longest match that ends with it, or None."""
         symbol, step = self._class_of(id), self._next
         self._starts.setdefault(0, self._position)
+        self.num_followed += len(self._starts)
         self._position += 1
         starts: dict[int, int] = {}
         found = None

@@ -145,7 +145,9 @@ class Engine:
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
         self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
         self._turn, self._decoded_at = 0, np.zeros(runner.slots, np.int64)  # calls of clients that share; by slot
-        self._owed: dict[str, float] = {}  # by client: parts of a row that the last such call left out
+        # By client: what calls before the last one owe it, in rows times steps, and the rows that the last one left out.
+        self._owed: dict[str, tuple[float, float]] = {}
+        self._num_steps_last = 0
         self._submitted: Callable[[], Sequence | None] = lambda: None  # the last one, while something else keeps it
         self._in_flight: list[Batch] = []  # launched by the last step, if the runner is asynchronous
         self._num_failures = 0  # calls in a row
@@ -227,40 +229,49 @@ class Engine:
 
         The client with the fewest rows for its weight has all of them in each call. The call takes so many of the
         others' that its time is that of these rows alone, divided by that client's part of all weights. The sequences
-        of the others take turns.
+        of the others take turns. A sequence whose stop pattern keeps the host busy counts as several rows.
         """
         if len(slots) < 2 or not self.scheduler.is_fair:
             return slots
         by_client: dict[str, list[int]] = {}
         weights: dict[str, float] = {}
+        times: dict[int, float] = {}  # in rows, by slot
+        rows: dict[str, float] = {}  # the same, by client
         for slot in slots.tolist():
             sequence = self.scheduler.by_slot[slot]
             assert sequence is not None
             client = sequence.request.client
             if client not in by_client:
-                by_client[client] = []
+                by_client[client], rows[client] = [], 0.0
                 weights[client] = self.scheduler.queue.client_of(sequence).weight
             by_client[client].append(slot)
+            times[slot] = sequence.time_in_rows
+            rows[client] += times[slot]
         if len(by_client) == 1:
             return slots
-        clients = sorted(by_client, key=lambda name: len(by_client[name]) / weights[name])
-        fewest, cost, all_weights = len(by_client[clients[0]]), self._decode_cost, sum(weights.values())
-        times = all_weights / weights[clients[0]]
-        limit = max(times * fewest, (times * cost.seconds(fewest) - cost.fixed) / cost.each)
-        if limit >= len(slots):
+        clients = sorted(by_client, key=lambda name: rows[name] / weights[name])
+        fewest, cost, all_weights = rows[clients[0]], self._decode_cost, sum(weights.values())
+        parts = all_weights / weights[clients[0]]
+        limit = max(parts * fewest, (parts * cost.seconds(fewest) - cost.fixed) / cost.each)
+        if limit >= sum(rows.values()):
             return slots
         chosen: list[int] = []
         before, self._owed = self._owed, {}
         for name in clients:
             its_slots, weight = by_client[name], weights[name]
-            room = min(float(len(its_slots)), limit * weight / all_weights)
+            room = min(rows[name], limit * weight / all_weights)
             limit, all_weights = limit - room, all_weights - weight
-            if room < len(its_slots):
-                room += before.get(name, 0.0)
-                count = int(room + 1e-9)
-                self._owed[name] = room - count
-                its_slots = sorted(its_slots, key=self._decoded_at.__getitem__)[:count]  # that have waited longest
-            chosen += its_slots
+            if room < rows[name] - 1e-9:
+                owed, left = before.get(name, (0.0, 0.0))
+                owed += left * self._num_steps_last
+                extra = owed / self._num_steps(len(chosen) + 1, 0)
+                its_slots.sort(key=self._decoded_at.__getitem__, reverse=True)  # the last one has waited longest
+                while its_slots and times[its_slots[-1]] <= room + extra + 1e-9:
+                    chosen.append(slot := its_slots.pop())
+                    room -= times[slot]
+                self._owed[name] = owed, room
+            else:
+                chosen += its_slots
         self._turn += 1
         self._decoded_at[chosen] = self._turn
         return np.array(sorted(chosen))
@@ -314,6 +325,7 @@ class Engine:
             wait = self.runner.decode(slots, steps, guides, reports)
             scheduler.decoded(slots, steps)
             stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
+            self._num_steps_last = stats.num_decode_steps
             stats.num_decode_tokens = int(steps.sum())
             is_end = (scheduler.num_left[slots] == 0).tolist()
             launched.append(Batch(sequences, wait, stats.lap("decode"), steps.tolist(), is_end))

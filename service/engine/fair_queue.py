@@ -95,7 +95,8 @@ class FairQueue:
         self._place(client, client.tag + cost / client.weight)
 
     def remove(self, sequence: Sequence) -> None:
-        """A finished sequence leaves; if it ran, its client gets back what was charged and not run.
+        """A finished sequence leaves; if it ran, its client gets back what was charged and not run, or pays what its
+        stop pattern took beyond that.
 
         But no client goes back behind the current virtual time, so that no newcomer waits for a refund to be used up.
         """
@@ -110,7 +111,7 @@ class FairQueue:
                 client.version += 1
         else:
             client.num_running -= 1
-            unused = sequence.charged - sequence.num_run - sequence.num_completion_tokens
+            unused = sequence.charged - sequence.num_run - sequence.num_completion_tokens - sequence.num_followed
             self._place(client, max(client.tag - unused / client.weight, self._virtual_time))
         if not client.num_waiting and not client.num_running:
             del self._clients[client.name]

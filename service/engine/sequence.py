@@ -15,6 +15,9 @@ from service.constrain.automaton import Automaton, Guide, MinimumLength, StopPat
 from service.engine.runner import NONE, Piece, Report
 from service.wire import FinishReason, Logprobs, Submit
 
+# In the time in which one row runs one decode step, the host follows so many partial matches of a stop pattern.
+FOLLOWED_PER_ROW = 128
+
 
 class StopMatcher:
     """Finds stop sequences in a stream of ids, one id at a time (Knuth, Morris & Pratt 1977).
@@ -105,8 +108,10 @@ class Sequence:
             minimum = None if request.minimum is None else _minimum(request.minimum, request.constraint)
             self.guide = Guide(_automaton(request.constraint), request.max_tokens, minimum, request.may_leave)
         self._stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
+        self._stop_pattern = None
         if request.stop_pattern is not None:
-            self._stops.append(StopPattern(_automaton(request.stop_pattern)))
+            self._stop_pattern = StopPattern(_automaton(request.stop_pattern))
+            self._stops.append(self._stop_pattern)
         self.num_held = 0  # ids at the end that may begin a stop
         # Ids that may begin a stop: while none is held and none comes, ids need no other look. None: each needs one.
         is_simple = (request.constraint is None or request.constrains_first) and request.stop_pattern is None
@@ -123,6 +128,16 @@ class Sequence:
     @property
     def may_stop(self) -> bool:
         return bool(self._stops)
+
+    @property
+    def time_in_rows(self) -> float:
+        """Of its next character, the host's time for its stop pattern included."""
+        return 1.0 if self._stop_pattern is None else 1 + self._stop_pattern.num_partial / FOLLOWED_PER_ROW
+
+    @property
+    def num_followed(self) -> int:
+        """Time that the host has spent on its stop pattern, in characters."""
+        return 0 if self._stop_pattern is None else self._stop_pattern.num_followed // FOLLOWED_PER_ROW
 
     @property
     def ends(self) -> list[int]:

@@ -74,6 +74,7 @@ async def running(app: App, process_id: int, limits: ConnectionLimits) -> AsyncI
     async with client.connected():
         if service.state.generation.value != service.listing.generation:  # of the process that it was forked from
             await follow(service, process)
+        show(service, process)  # now, as the next heartbeat may be BEAT_SECONDS away
         yield
     for task in tasks:
         task.cancel()
@@ -83,13 +84,18 @@ async def running(app: App, process_id: int, limits: ConnectionLimits) -> AsyncI
         await asyncio.to_thread(service.tracer.shutdown)
 
 
+def show(service: Service, process: str) -> None:
+    """Show the main process that this one runs, and whether it answers."""
+    service.state.beat(process)
+    if service.is_ready:
+        service.state.answering[process] = True
+
+
 async def beat(service: Service, process: str) -> None:
     async with asyncio.TaskGroup() as tasks:
         following: asyncio.Task[None] | None = None  # takes as long as checkpoints are large
         while True:
-            service.state.beat(process)
-            if service.is_ready:
-                service.state.answering[process] = True
+            show(service, process)
             is_old = service.state.generation.value != service.listing.generation
             if is_old and (following is None or following.done()):
                 following = tasks.create_task(follow(service, process))

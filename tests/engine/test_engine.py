@@ -13,7 +13,8 @@ from service.constrain.automaton import MinimumLength
 from service.constrain.regex import compile_choice, compile_regex, compile_without
 from service.engine import native
 from service.engine.backends import open_runner, resolve
-from service.engine.engine import Cost, Engine
+from service.engine.engine import BrokenRunnerError, Cost, Engine
+from service.engine.runner import FAILED, Outcome
 from service.engine.sequence import Sequence
 from service.model.params import SamplingParams
 from service.model.sampling import uniforms
@@ -248,6 +249,24 @@ def test_clients_get_characters_by_weight(timed, weight, least, most, number):
 
     counts = characters_by_client(engine, request, {"a": weight, "b": 1.0}, [number] * 2, until=16_000)
     assert least < counts["a"] / counts["b"] < most, counts
+
+
+@on_any
+def test_the_time_of_a_stop_pattern_counts_in_its_clients_part(timed):
+    """The host follows 250 partial matches in the time of two rows. It was charged to nobody: another client's stream
+    beside it lost a third of its characters."""
+    engine, _ = timed(4, 0.02, lambda rows, steps: 0.001 * rows * steps)
+    pattern = compile_regex(r"(.|\n){250}Q{9}", VOCABULARY).pack()
+    engine.submit(Submit(0, [1], 4000, SamplingParams(), client="a"))
+    engine.submit(Submit(1, [1], 4000, SamplingParams(), client="b", stop_pattern=pattern))
+    ran = Ran(engine)
+    while len(ran.texts[1]) < 300:
+        ran.run(1)
+    before = {id: len(text) for id, text in ran.texts.items()}
+    while len(ran.texts[0]) < 3900:
+        ran.run(1)
+    plain, followed = (len(ran.texts[id]) - before[id] for id in (0, 1))
+    assert 2.8 < plain / followed < 3.1
 
 
 @on_any
@@ -548,6 +567,29 @@ def fail_once(monkeypatch):
         monkeypatch.setattr(owner, name, fail)
 
     return fail_once
+
+
+@on_any
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_runner_of_which_16_calls_in_a_row_fail_is_broken(make, monkeypatch, raises):
+    """Then only a new process may help. One call that succeeds begins the count again."""
+    engine = make(2)
+    forward, numbers = engine.runner.prefill, itertools.count(1)
+
+    def prefill(pieces):
+        if next(numbers) == 16:
+            return forward(pieces)
+        if raises:
+            raise RuntimeError("it fails")
+        return Outcome(np.full((len(pieces), 1), FAILED), {})
+
+    monkeypatch.setattr(engine.runner, "prefill", prefill)
+    endings = []
+    with pytest.raises(BrokenRunnerError, match="the last 16 calls of the model failed"):
+        for id in range(100):
+            engine.submit(Submit(id, [1], 1, SamplingParams()))
+            endings += [delta.finish_reason for delta in engine.step()]
+    assert endings == ["error"] * 15 + ["length"] + ["error"] * 15
 
 
 @pytest.mark.parametrize("name", ["start", "prefill"])

@@ -1,12 +1,14 @@
 import itertools
 import random
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
+from service.constrain.regex import compile_regex
 from service.engine.fair_queue import FairQueue
 from service.engine.scheduler import BusyError, Scheduler, reserved_slots
 from service.engine.sequence import Sequence, StopMatcher
@@ -23,6 +25,8 @@ def sequence(id, prompt=3, max_tokens=5, **options):
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.text("abc", max_size=30))
+@example(["b", "ab"], "ab")  # the longest of those that end together, wherever it stands
+@example(["ab", "b"], "ab")
 def test_matcher_finds_the_first_stop_and_holds_the_longest_prefix(stops, text):
     matcher = StopMatcher(tuple(tuple(map(ord, s)) for s in stops))
     for end in range(1, len(text) + 1):
@@ -343,6 +347,50 @@ def test_what_an_early_end_did_not_use_is_given_back():
         s.ids += [0] * (1000 if s.request.client == "long" else 1)
         queue.remove(s)
     assert starts["brief"] > 100 * starts["long"]
+
+
+def test_a_newcomer_and_one_that_returns_share_from_now_on():
+    """What the others ran before is over: they do not wait until a newcomer has run as much."""
+    queue, ids = FairQueue(max_running=8), itertools.count()
+
+    def run(count):
+        turns = Counter()
+        for _ in range(count):
+            s = queue.pop()
+            turns[s.request.client] += 1
+            queue.charge(s, 8)
+            s.num_run, s.finish_reason = 8, "length"
+            queue.remove(s)
+        return turns
+
+    def wait(client, count):
+        for _ in range(count):
+            queue.add(sequence(next(ids), client=client))
+
+    wait("old", 200)
+    wait("brief", 1)
+    assert run(100) == {"old": 99, "brief": 1}
+    wait("new", 50)
+    wait("brief", 50)
+    turns = run(30)
+    assert all(9 <= turns[client] <= 11 for client in ("old", "new", "brief")), turns
+
+
+def test_what_a_stop_pattern_takes_is_charged():
+    """The host follows 128 partial matches for each character, in the time of another one."""
+    queue, pattern = FairQueue(max_running=100), compile_regex(".{128}b", "ab").pack()
+    starts = {"plain": 0, "followed": 0}
+    for id in range(60):
+        for client, stop in ("plain", None), ("followed", pattern):
+            queue.add(sequence(2 * id + (stop is None), max_tokens=1000, client=client, stop_pattern=stop))
+    for _ in range(45):
+        s = queue.pop()
+        starts[s.request.client] += 1
+        queue.charge(s, 1003)
+        s.num_run = 3
+        s.extend([0] * 1000)
+        queue.remove(s)
+    assert starts == {"plain": 30, "followed": 15}
 
 
 def test_newcomers_do_not_wait_until_a_refund_is_used_up():

@@ -8,7 +8,7 @@ import torch
 
 from service.engine import native
 from service.engine.backends import open_runner
-from service.engine.selfcheck import SelfCheckError, check
+from service.engine.selfcheck import TOLERANCES, SelfCheckError, check
 from service.model.attention import logits_of
 from service.model.checkpoint import Checkpoint
 from service.settings import BUNDLED
@@ -42,6 +42,14 @@ def test_other_arithmetic_is_refused_by_name(checkpoint, backend, dtype, name):
     remedy = "use --backend torch" if backend == "native" else "torch itself is wrong here"
     message = f"backend {backend} does not compute the model: .* positions.*; {remedy}"
     with pytest.raises(SelfCheckError, match=message):
+        check(open_runner(other, backend, dtype, 2, 1), checkpoint)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+def test_errors_of_ten_tolerances_are_refused(checkpoint, backend, dtype):
+    other = checkpoint.load_model()
+    other.head.weight.mul_(1 + 10 * TOLERANCES[dtype])  # all logits are as much too large
+    with pytest.raises(SelfCheckError):
         check(open_runner(other, backend, dtype, 2, 1), checkpoint)
 
 

@@ -112,6 +112,29 @@ async def test_timeout_counts_from_the_request_arrival_in_every_stage(peer):
         peer.received.clear()
 
 
+async def test_a_prompt_that_may_have_run_counts_where_its_client_leaves(peer):
+    """Whoever left in time would otherwise be charged nothing for prompts that ran."""
+    generation = peer.client.start(peer.model, [submit([0, 1, 1]), submit([0, 1])], time.monotonic())
+    await peer.until(lambda: len(peer.received) == 2)
+    peer.send(Delta(peer.received[1].id, [1], scheduled_at=1.0, prefilled_at=2.0))  # it has, and counts anyway
+    await peer.until(lambda: generation.sequences[1].is_begun)
+    generation.abort()
+    assert [sequence.num_unseen for sequence in generation.sequences] == [3, 0]
+
+
+@pytest.mark.parametrize("counts", [[4], [1], [4, 2, 1], [1, 1]])
+async def test_the_time_per_character_is_that_after_the_first_ones(peer, counts):
+    """Each sequence decodes for 6 s from its first character to its last."""
+    generation = peer.client.start(peer.model, [submit([0]) for _ in counts], time.monotonic())
+    await peer.until(lambda: len(peer.received) == len(counts))
+    times = {"scheduled_at": time.monotonic(), "prefilled_at": 10.0, "ended_at": 16.0}
+    peer.send(*(Delta(it.id, [1] * n, "length", **times) for it, n in zip(peer.received, counts, strict=True)))
+    await generation.whole()
+    later = sum(counts) - len(counts)
+    assert generation.timing.decode_seconds == 6.0
+    assert generation.timing.seconds_per_character == (pytest.approx(6.0 * len(counts) / later) if later else None)
+
+
 async def test_a_prompt_travels_without_what_no_logit_depends_on(peer):
     """A penalty is told what was in it; the request itself keeps the whole prompt."""
     prompt, field = [0, 1] * 20, CONFIG.receptive_field

@@ -108,7 +108,9 @@ def test_files_are_small_cached_by_etag_and_sent_with_a_strict_policy(server):
         total += len(answer.content)
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy and "unsafe" not in policy
-        assert "frame-ancestors 'none'" in policy
+        assert {"frame-ancestors 'none'", "require-trusted-types-for 'script'", "trusted-types 'none'"} <= {
+            *policy.split("; ")
+        }
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"
         assert answer.headers["cache-control"] == "no-cache"

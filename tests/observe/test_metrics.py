@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import re
 import time
 
 import psutil
@@ -11,6 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from service.observe.exposition import VLLM_NAMES
 from tests.helpers import ENDLESS, lasting, save_random, serving, wait_until, web
 from tests.toolbox.http import answer, post, sent
+from tests.toolbox.launch import ROOT
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain; q=0.5"}
 LOSS = 1.25
@@ -266,3 +268,14 @@ def test_idle_time_is_reported_while_idle(server):
         wait_until(lambda before=before: idle() > before)
     starts = [server.metric("chargpt_process_start_time_seconds", process=f"worker-{i}") for i in range(2)]
     assert idle() <= sum(time.time() - start for start in starts)
+
+
+def test_objectives_use_buckets_that_exist(server):
+    """Without the bucket an objective's ratio has no value, and its alert never fires."""
+    generate(server, max_tokens=2)
+    for path in (ROOT / "deploy" / "prometheus").glob("rules.*"):
+        used = set(re.findall(r'(\w+_bucket)\{[^}]*le="([^"]+)"', path.read_text(encoding="utf-8")))
+        assert used
+        for name, bound in used:
+            bounds = {value for labels in server.metrics(name) for key, value in labels[1] if key == "le"}
+            assert bound in bounds, (path.name, name, bound)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -29,10 +30,11 @@ from service.model.gpt import GPT
 from tests.helpers import call, random_model
 from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, crash, events, flags, resume, start, tiny, weights
-from training import jobs, loop
+from training import fused, jobs, loop
 from training.config import ConfigError, TrainConfig
 from training.data import prepare, record_pieces, sampler_of, window_pieces
 from training.device import suitable_dtype
+from training.distributed import World
 from training.evaluate import (
     baselines,
     piece_loss,
@@ -683,6 +685,26 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path):
     assert finished in console.export_text()
     with pytest.raises(ResumeError, match="pass a larger --patience too"):
         resume(tmp_path / "3", {"steps": 500})
+
+
+def test_dropout_draws_other_masks_at_each_step_and_place(tmp_path, monkeypatch):
+    """One mask for all steps would switch the same units off for good."""
+    masks, dropout = [], fused._dropout
+
+    def recorded(y, p):
+        y, factors = dropout(y, p)
+        masks.append(factors.clone())
+        return y, factors
+
+    config = tiny(tmp_path, dropout=0.5)
+    resolved = {"device": "cpu", "dtype": "float32", "threads": 1}
+    run = Run(config, resolved, prepare(config.data), tmp_path / "out", World())
+    run.received = []
+    monkeypatch.setattr(fused, "_dropout", recorded)
+    run.step()
+    run.step()
+    assert len(masks) == 2 * 2 * SHAPE["n_layer"]  # two steps, two branches of each layer
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
 
 
 def test_an_evaluation_has_the_mean_loss_of_the_steps_since_the_one_before(tmp_path, monkeypatch):

@@ -1,0 +1,52 @@
+"""What a start loads: the modules of all processes, and the threads that a library starts unasked."""
+
+import re
+import sys
+
+import psutil
+import pytest
+
+from service.engine import native
+from service.settings import BUNDLED
+from tests.helpers import http_processes, lasting, web
+
+OWN = {"service", "_distutils_hack"}
+NEEDED = {
+    "numpy", "msgspec", "safetensors",  # the model and the engine
+    "pydantic", "pydantic_core", "pydantic_settings", "annotated_types", "typing_extensions", "typing_inspection",
+    "uvicorn", "uvloop", "httptools", "click", "h11", "prometheus_client", "psutil", "fastapi_swagger",  # HTTP
+    "litserve", "fastapi", "starlette", "anyio", "sniffio", "idna", "annotated_doc", "zmq",  # LitServe imports these
+}  # fmt: skip
+# LitServe, FastAPI, uvicorn and pydantic try these, and do without.
+TRIED = {
+    "opentelemetry", "watchfiles", "dotenv", "pydantic_extra_types", "python_multipart", "multipart", "email_validator",
+    "a2wsgi", "snappy", "org", "exceptiongroup", "orjson", "ujson", "yaml", "toml", "sitecustomize", "usercustomize",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def started():
+    """With the bundled checkpoint, whose products are large enough for NumPy's threads."""
+    yield from lasting(BUNDLED, ("-X", "importtime", "-m", "service"))
+
+
+def test_numpy_starts_no_threads_of_its_own(started):
+    """OpenBLAS had one per CPU, which fought with the engine's: the check of the backend took 0.7 s instead of 0.1, and
+    an answer of /v1/attention 0.5 s."""
+    (http,) = http_processes(started)
+    threads = [process.num_threads() for process in (psutil.Process(started.process.pid), started.worker(), http)]
+    assert threads[:2] == [1, 1]  # with --threads 1
+    web.post(f"{started.url}/v1/attention", json={"text": "to be " * 40}, timeout=60).raise_for_status()
+    assert http.num_threads() == threads[2] + 1
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason="torch's worker loads much more")
+def test_processes_load_only_these_packages(started):
+    """Each import delays every start: what is new here should be imported where it is used, or not at all."""
+    web.post(f"{started.url}/generate", json={"prompt": "a", "max_tokens": 2}).raise_for_status()
+    names = {
+        name.partition(".")[0] for name in re.findall(r"import time: +\d+ \|[^|]*\| +(\w[\w.]*)", started.output())
+    }
+    assert {"service", "numpy", "litserve"} <= names
+    names = {name for name in names if not name.startswith(("__editable__", "_sysconfigdata"))}
+    assert names - sys.stdlib_module_names - OWN - NEEDED - TRIED == set()
