@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from safetensors.torch import save
 
-from service.model.checkpoint import FORMAT_VERSION, MANIFEST, WEIGHTS, hf_config, layout
+from service.model.checkpoint import FORMAT_VERSION, MANIFEST, WEIGHTS, Probe, hf_config, layout
 from service.model.gpt import GPT
 from service.model.tokenizer import CharTokenizer
 from training.folders import replacing_folder
@@ -36,8 +38,9 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint folder, atomically replacing any previous one.
 
-    `training` becomes training.json; `extra` adds files (name -> content), which the manifest covers too; `dtype` is
-    that of the stored weights. A failure, a full disk or a kill leaves the previous folder intact.
+    `training` becomes training.json, with a probe of the model; `extra` adds files (name -> content), which the
+    manifest covers too; `dtype` is that of the stored weights. A failure, a full disk or a kill leaves the previous
+    folder intact.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -47,11 +50,13 @@ def save_checkpoint(
         # Not in tokenizer_config.json: transformers leaves special tokens out of decoded texts.
         special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.encode("\n")[0])
         extra = {"generation_config.json": _dump(special), **(extra or {})}
+    stored = {name: t.to(getattr(torch, dtype)) for name, t in named_tensors(model).items()}
+    probe = _probe(model, stored, tokenizer)
+    if all(map(math.isfinite, probe.log_probabilities)):
+        training = {**training, "probe": msgspec.to_builtins(probe)}
     files = {
         "config.json": _dump(hf_config(model.config) | {"dtype": dtype} | special),
-        WEIGHTS: save(
-            {name: t.to(getattr(torch, dtype)) for name, t in named_tensors(model).items()}, {"format": "pt"}
-        ),
+        WEIGHTS: save(stored, {"format": "pt"}),
         "tokenizer.json": _dump(_hf_tokenizer(tokenizer)),
         "tokenizer_config.json": _dump(
             {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -68,6 +73,17 @@ def save_checkpoint(
     except OSError as error:
         error.filename = error.filename or str(path)  # failed writes do not set it
         raise
+
+
+@torch.no_grad()
+def _probe(model: GPT, stored: Mapping[str, torch.Tensor], tokenizer: CharTokenizer) -> Probe:
+    """By GPT.forward as it is now, in float64, of the weights as they are stored."""
+    with torch.random.fork_rng(devices=[]):  # a new model draws weights
+        copy = GPT(model.config).double().eval()
+    copy.load_state_dict(
+        {ours: torch.cat([stored[name] for name in theirs]) for ours, theirs in layout(model.config).items()}
+    )
+    return Probe.of(lambda ids: copy(torch.tensor([ids]))[0].numpy(), tokenizer)
 
 
 def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:

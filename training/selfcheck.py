@@ -34,8 +34,8 @@ SERVED = 8  # characters that are compared with the service's reference
 Named = dict[str, Tensor]
 
 NOT_SERVABLE = (
-    "gpt.py has changed: service/model/attention.py, the service's reference, computes another model; change it alike, "
-    "then serve with --backend torch (training/README.md, Changing the model)"
+    "gpt.py has changed: of the service's backends, only torch will compute this model; serve it with --backend torch "
+    "(training/README.md, Changing the model)"
 )
 
 

@@ -2,16 +2,19 @@
 build expects, a driver that misbehaves would give wrong text, quickly and without an error.
 
 Compares log-probabilities with those of `service.model.attention`, which is NumPy in float64 and shares no code with
-any backend. It finds what is grossly wrong; rounding is for the tests.
+any backend. Before that it compares this reference with the checkpoint's probe, which the model gave when it was saved.
+It finds what is grossly wrong; rounding is for the tests.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 
 from service.engine.runner import NONE, Piece, Report, Runner
 from service.model.attention import logits_of
-from service.model.checkpoint import Checkpoint
+from service.model.checkpoint import Checkpoint, Forward
 from service.model.params import SamplingParams
 from service.wire import floats
 
@@ -34,6 +37,9 @@ def check(runner: Runner, checkpoint: Checkpoint) -> None:
         SelfCheckError: the log-probabilities are not the model's.
     """
     config, weights = runner.config, checkpoint.load_weights()
+    reference: Forward = functools.partial(logits_of, weights, config)
+    if not checkpoint.is_computed_by(reference):
+        reference = _forward_of_gpt(runner, checkpoint)
     length = config.block_size + 32
     if length > MAX_LENGTH or length * sum(value.size for value in weights.values()) > MAX_WORK:
         length = SHORT
@@ -46,7 +52,7 @@ def check(runner: Runner, checkpoint: Checkpoint) -> None:
     found = np.concatenate([np.reshape(column, (-1, config.vocab_size)) for column in columns])  # (T, V)
     ids = [*prompt.tolist(), *first.ids[0].tolist(), *rest.ids[0].tolist()][: len(found)]
     with np.errstate(all="ignore"):
-        expected = logits_of(weights, config, [max(0, id) for id in ids])
+        expected = reference([max(0, id) for id in ids])
     if not np.isfinite(expected).all():
         return
     with np.errstate(all="ignore"):  # around their means: log-probabilities are logits up to a constant
@@ -61,6 +67,27 @@ def check(runner: Runner, checkpoint: Checkpoint) -> None:
             f"log-probabilities at {int(wrong.sum())} positions, first at {int(wrong.argmax())}, differ from the "
             f"reference's by up to {float(errors.max()):.3g}; {remedy}"
         )
+
+
+def _forward_of_gpt(runner: Runner, checkpoint: Checkpoint) -> Forward:
+    """The reference for a model that was trained with a changed gpt.py: GPT.forward in float64."""
+    trained = "it was trained with a changed gpt.py"
+    if runner.backend != "torch":
+        raise SelfCheckError(f"backend {runner.backend} does not compute the model: {trained}; use --backend torch")
+    import torch
+
+    model = checkpoint.load_model(dtype=torch.float64)
+
+    def forward(ids: list[int]) -> np.ndarray:
+        logits: np.ndarray = model(torch.tensor([ids]))[0].numpy()
+        return logits
+
+    if not checkpoint.is_computed_by(forward):
+        raise SelfCheckError(
+            f"backend torch does not compute the model: {trained}, and service/model/gpt.py is another here; serve it "
+            "from the source tree that trained it"
+        )
+    return forward
 
 
 def _centred(numbers: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
     config.json            model_type qwen3, a sliding window of W in every layer, and a `chargpt` section
     model.safetensors      weights under Qwen3's names
     tokenizer.json         one character, one id; AutoTokenizer reads it with tokenizer_config.json
-    training.json          recipe, seed, data hash, losses, versions
+    training.json          recipe, seed, data hash, losses, versions, a probe of what the model computes
     manifest.json          SHA-256 and size of every other file
 
 training/saving.py writes one. Loading trusts nothing: names, types and sizes are checked before a file is read, its
@@ -22,10 +22,10 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from service.model.gpt import GPT
 
 T = TypeVar("T")
+Forward = Callable[[list[int]], np.ndarray]  # ids (T,) -> logits (T, V)
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
@@ -49,6 +50,8 @@ _MAX_CONFIG_BYTES = 1 << 20  # of config.json and of the manifest
 _MAX_JSON_BYTES = 16 << 20  # of the other JSON files except tokenizer.json
 EXAMPLE_PROMPT = "ROMEO:\n"  # of a checkpoint that has none, as far as its vocabulary goes
 _MAX_EXAMPLE = 100  # characters
+_PROBED = 16  # characters
+_PROBE_TOLERANCE = 1e-3  # of the largest log-probability, at least 1; another formula differs by more, rounding by less
 _MAX_DEPTH = 200  # of JSON; each fine-tuning adds one to training.json, and GET /info encodes it on a deeper stack
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # safetensors' names -> how NumPy reads them
 
@@ -126,6 +129,27 @@ class _Tokenizer(msgspec.Struct):
     model: _Vocabulary
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """What the saved model gave for a short text: the log-probability of each character but the first."""
+
+    text: Annotated[str, msgspec.Meta(min_length=2, max_length=64)]
+    log_probabilities: list[float]
+
+    @classmethod
+    def of(cls, forward: Forward, tokenizer: CharTokenizer) -> Self:
+        ids = [i * i % tokenizer.vocab_size for i in range(_PROBED)]
+        return cls(tokenizer.decode(ids), _log_probabilities(forward, ids).tolist())
+
+
+def _log_probabilities(forward: Forward, ids: list[int]) -> np.ndarray:
+    """Of each id but the first, given those before; (T - 1,)."""
+    with np.errstate(all="ignore"):
+        logits = forward(ids)[:-1].astype(np.float64)
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        found: np.ndarray = shifted[np.arange(len(ids) - 1), ids[1:]] - np.log(np.exp(shifted).sum(axis=1))
+    return found
+
+
 class _Training(msgspec.Struct):
     """The parts of training.json that programs use; all may be absent."""
 
@@ -133,6 +157,7 @@ class _Training(msgspec.Struct):
     recipe: dict[str, Any] = {}
     data: dict[str, Any] = {}
     example_prompt: str = ""
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +170,7 @@ class Checkpoint:
     training: dict[str, Any]  # training.json
     digest: str  # SHA-256 of manifest.json, which covers all files
     files: Mapping[str, FileEntry] = field(default_factory=dict, repr=False)  # the manifest's
+    probe: Probe | None = field(default=None, repr=False)  # training.json's, None from older versions
 
     @classmethod
     def read(cls, path: str | Path, digest: str | None = None) -> Checkpoint:
@@ -201,11 +227,17 @@ class Checkpoint:
             raise CheckpointError(f"{path / WEIGHTS}: config.json describes {weights:,} weights, got {size:,} bytes")
         tokenizer = _parse_tokenizer(path, _read(path, "tokenizer.json", files, limits["tokenizer.json"]), config)
         file, data = path / "training.json", _read(path, "training.json", files, limits["training.json"])
-        _decode(file, data, _Training)
+        probe = _decode(file, data, _Training).probe
+        if probe and not (
+            set(probe.text) <= {*tokenizer.characters} and len(probe.log_probabilities) == len(probe.text) - 1
+        ):
+            raise CheckpointError(
+                f"{file}: probe must have a text in the vocabulary, and a number for each character but the first"
+            )
         training = _decode_object(file, data)
         for name in files.keys() - {"config.json", "tokenizer.json", "training.json"}:
             _read(path, name, files, limits[name], is_kept=False)
-        return cls(path, config, tokenizer, training, found, files)
+        return cls(path, config, tokenizer, training, found, files, probe)
 
     def read_file(self, name: str) -> bytes:
         """The content of a file in the manifest, as it was when the checkpoint was read.
@@ -232,6 +264,17 @@ class Checkpoint:
         if given and len(given) <= _MAX_EXAMPLE and all(c in self.tokenizer for c in given):
             return str(given)
         return "" if self.record_end is not None else self.tokenizer.adapted(EXAMPLE_PROMPT)
+
+    def is_computed_by(self, forward: Forward) -> bool:
+        """Whether a forward pass over these weights gives what the saved model gave; gpt.py may have changed since.
+
+        True without a probe, and where logits overflow.
+        """
+        if self.probe is None:
+            return True
+        recorded = np.array(self.probe.log_probabilities)
+        error = np.abs(_log_probabilities(forward, self.tokenizer.encode(self.probe.text)) - recorded).max()
+        return not np.isfinite(error) or bool(error <= _PROBE_TOLERANCE * max(1.0, np.abs(recorded).max()))
 
     def load_weights(self) -> dict[str, np.ndarray]:
         """The weights under the names of GPT's parameters, in the precision of the file; without torch.

@@ -40,7 +40,7 @@ def test_round_trip(tmp_path, dtype):
     save_checkpoint(tmp_path, model, CharTokenizer(VOCABULARY), {"seed": 3}, {"state.bin": b"\0\1"}, dtype)
     checkpoint = Checkpoint.read(tmp_path)
     assert (checkpoint.config, checkpoint.tokenizer.characters) == (model.config, VOCABULARY)
-    assert (checkpoint.training, checkpoint.read_file("state.bin")) == ({"seed": 3}, b"\0\1")
+    assert (checkpoint.training["seed"], checkpoint.read_file("state.bin")) == (3, b"\0\1")
     loaded = checkpoint.load_model().state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(loaded[name], value.to(kind).float())
@@ -415,6 +415,49 @@ def test_bad_vocabularies_are_refused(folder, changes, message):
     assert vocab[36] == "b"
     edit(folder, "tokenizer.json", lambda about: about["model"].update(vocab=changed))
     assert refusal(folder).startswith(f"tokenizer.json: {message}")
+
+
+@pytest.mark.parametrize(
+    ("probe", "message"),
+    [
+        (
+            {"text": "aé", "log_probabilities": [-1.0]},
+            "probe must have a text in the vocabulary, and a number for each",
+        ),
+        ({"text": "ab", "log_probabilities": []}, "probe must have a text in the vocabulary, and a number for each"),
+        ({"text": "a", "log_probabilities": []}, "Expected `str` of length >= 2 - at `$.probe.text`"),
+        ({"text": "ab" * 500, "log_probabilities": [-1] * 999}, "Expected `str` of length <= 64 - at `$.probe.text`"),
+        (
+            {"text": "ab", "log_probabilities": ["-1"]},
+            "Expected `float`, got `str` - at `$.probe.log_probabilities[0]`",
+        ),
+    ],
+)
+def test_bad_probes_are_refused(folder, probe, message):
+    edit(folder, "training.json", lambda about: about.update(probe=probe))
+    assert refusal(folder).startswith(f"training.json: {message}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_save_records_what_the_model_computes(tmp_path, dtype):
+    """Another weight gives another model; checkpoints of older versions have no probe, and are taken as they are."""
+    model = random_model(block_size=4)
+    state = torch.get_rng_state()
+    save_checkpoint(tmp_path, model, CharTokenizer(VOCABULARY), {}, dtype=dtype)
+    assert torch.equal(torch.get_rng_state(), state)
+    checkpoint, loaded = Checkpoint.read(tmp_path), Checkpoint.read(tmp_path).load_model()
+
+    def forward(ids):
+        return loaded(torch.tensor([ids]))[0].numpy()
+
+    assert checkpoint.is_computed_by(forward)
+    ids = checkpoint.tokenizer.encode(checkpoint.probe.text)
+    exact = torch.from_numpy(forward(ids)).log_softmax(-1)[range(15), ids[1:]]
+    assert checkpoint.probe.log_probabilities == pytest.approx(exact.tolist(), abs=1e-4)
+    loaded.blocks[0].mlp.proj.weight.mul_(1.1)
+    assert not checkpoint.is_computed_by(forward)
+    edit(tmp_path, "training.json", lambda about: about.pop("probe"))
+    assert Checkpoint.read(tmp_path).is_computed_by(forward)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "config.json", "tokenizer.json", "training.json"])

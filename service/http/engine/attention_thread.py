@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from service.http.api.errors import ApiError
+from service.http.api.errors import ApiError, invalid
 from service.http.engine.model import Model
-from service.model.attention import LayerAttention
+from service.model.attention import LayerAttention, logits_of
 
 MAX_WAITING = 8  # texts that wait for the thread, or run in it
 
@@ -23,7 +24,8 @@ class AttentionThread:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "attention")  # starts its thread with the first text
-        self._weights: dict[int, dict[str, np.ndarray]] = {}  # by model id: of the last model asked for
+        # By model id, of the last model asked for; None: attention.py computes another model.
+        self._weights: dict[int, dict[str, np.ndarray] | None] = {}
         self._places = threading.BoundedSemaphore(MAX_WAITING)
 
     def submit(self, call: Callable[[], Found]) -> asyncio.Future[Found]:
@@ -39,12 +41,21 @@ class AttentionThread:
         return asyncio.wrap_future(future)
 
     def weights(self, model: Model) -> dict[str, np.ndarray]:
-        """Within the thread."""
-        found = self._weights.get(model.id)
-        if found is None:
+        """Within the thread.
+
+        Raises ApiError: 400, the model was trained with a changed gpt.py.
+        """
+        if model.id not in self._weights:
             self._weights.clear()  # before the next is read
-            found = self._weights[model.id] = model.checkpoint.load_weights()
-        return found
+            found = model.checkpoint.load_weights()
+            forward = functools.partial(logits_of, found, model.checkpoint.config)
+            self._weights[model.id] = found if model.checkpoint.is_computed_by(forward) else None
+        weights = self._weights[model.id]
+        if weights is None:
+            raise invalid(
+                "model", "was trained with a changed gpt.py, which service/model/attention.py does not follow"
+            )
+        return weights
 
     def keep(self, ids: Collection[int]) -> None:
         """Forget the weights of models that are no longer served."""

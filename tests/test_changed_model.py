@@ -1,0 +1,102 @@
+"""A source tree whose gpt.py was changed: which services and commands take the checkpoint that it trained."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from service.engine import native
+from service.model.checkpoint import Checkpoint
+from tests.helpers import call, web
+from tests.toolbox.launch import ROOT, Program, ServerError, free_port
+from tests.training.runs import SHAPE, STEPS, TEXT, flags
+
+SILU, RELU2 = "F.silu(gate) * up", "F.relu(gate).square() * up"
+ATTENTION = "gate / (1 + np.exp(-gate)) * up", "np.maximum(gate, 0) ** 2 * up"
+PROMPT = "the cat "
+
+
+def python(tree: Path, *arguments: object) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    assert old in (text := file.read_text())
+    file.write_text(text.replace(old, new))
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """The tree with ReLU² for SwiGLU's SiLU, the checkpoint that it trained, and what training printed."""
+    folder = tmp_path_factory.mktemp("changed")
+    for name in ("service", "training"):
+        shutil.copytree(ROOT / name, folder / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    replace(folder / "tree/service/model/gpt.py", SILU, RELU2)
+    (folder / "text.txt").write_text(TEXT)
+    settings = flags(data=folder / "text.txt", out=folder / "run", **SHAPE, **STEPS)
+    printed = python(folder / "tree", "-m", "training", "train", *settings)
+    return SimpleNamespace(tree=folder / "tree", checkpoint=folder / "run" / "best", printed=printed)
+
+
+def served(tree: Path, checkpoint: Path, backend: str) -> Program:
+    port = free_port()
+    command = [sys.executable, "-m", "service", "--checkpoint", checkpoint, "--port", port, "--threads", 1]
+    command += ["--backend", backend] * (backend != "auto")
+    return Program(command, port, "/readyz", cwd=tree, start_new_session=True)
+
+
+def refused(tree: Path, checkpoint: Path, backend: str) -> str:
+    """The log of a service that ends before it is ready."""
+    with served(tree, checkpoint, backend) as server, pytest.raises(ServerError) as caught:
+        server.wait_until_ready()
+    return str(caught.value)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason="no native engine")
+def test_the_default_backend_refuses_it_and_names_the_one_that_serves_it(changed):
+    assert "only torch will compute this model; serve it with --backend torch" in changed.printed
+    log = refused(changed.tree, changed.checkpoint, "auto")
+    assert "backend native does not compute the model: it was trained with a changed gpt.py; use --backend torch" in log
+    assert "Traceback" not in log
+
+
+def test_torch_serves_what_the_command_samples(changed):
+    text = python(changed.tree, "-m", "training", "sample", "--checkpoint", changed.checkpoint, "--prompt", PROMPT,
+                  "--max-tokens", 60, "--seed", 5)  # fmt: skip
+    with served(changed.tree, changed.checkpoint, "torch") as server:
+        server.wait_until_ready()
+        body = {"prompt": PROMPT, "max_tokens": 60, "seed": 5}
+        answer = web.post(f"{server.url}/generate", json=body).raise_for_status().json()
+        assert PROMPT + answer["choices"][0]["text"] + "\n" == text
+        weights = web.post(f"{server.url}/v1/attention", json={"text": "cat"})
+    assert weights.status_code == 400
+    assert "model: was trained with a changed gpt.py, which service/model/attention.py does not" in weights.text
+
+
+def test_with_the_reference_changed_alike_torch_shows_attention(changed, tmp_path):
+    shutil.copytree(changed.tree, tmp_path / "tree")
+    replace(tmp_path / "tree/service/model/attention.py", *ATTENTION)
+    with served(tmp_path / "tree", changed.checkpoint, "torch") as server:
+        server.wait_until_ready()
+        assert web.post(f"{server.url}/v1/attention", json={"text": "cat"}).status_code == 200
+
+
+def test_the_original_source_tree_refuses_it(changed, capsys):
+    log = refused(ROOT, changed.checkpoint, "torch")
+    assert "backend torch does not compute the model: it was trained with a changed gpt.py, and" in log
+    assert call(["sample", "--checkpoint", changed.checkpoint]) == 1
+    assert "was trained with another service/model/gpt.py" in capsys.readouterr().err
+
+
+def test_the_changed_tree_refuses_a_checkpoint_of_the_original(changed, tmp_path):
+    settings = flags(data=changed.checkpoint.parents[1] / "text.txt", out=tmp_path / "run", **SHAPE, **STEPS)
+    assert call(["train", *settings]) == 0
+    assert Checkpoint.read(tmp_path / "run" / "best").probe is not None
+    log = refused(changed.tree, tmp_path / "run" / "best", "torch")
+    assert "backend torch does not compute the model: of a text of" in log
