@@ -76,7 +76,8 @@ class Catalog:
     """Which checkpoints the settings name, and the steps from one list of them to the next.
 
     places: names and folders, as --checkpoint has them; model_name: of a checkpoint without a name; folder: the run's;
-    replacement: the character that replaces unknown ones by default, which every vocabulary must have; None: none does.
+    replacement: the character that replaces unknown ones by default, which every vocabulary must have; empty: each
+    vocabulary's own; None: none does.
     """
 
     def __init__(
@@ -294,9 +295,10 @@ class Catalog:
         checkpoint = Checkpoint.read(path)
         if old is not None and checkpoint.digest == old.digest:
             return old
-        if self.replacement is not None and self.replacement not in checkpoint.tokenizer:
+        replacement = self.replacement or checkpoint.tokenizer.replacement
+        if self.replacement is not None and replacement not in checkpoint.tokenizer:
             raise CheckpointError(
-                f"{path}: its vocabulary does not have the character {self.replacement!r}, which is to replace unknown "
+                f"{path}: its vocabulary does not have the character {replacement!r}, which is to replace unknown "
                 "ones: set --replacement-character to one that it has, or --unknown-characters to drop or refuse"
             )
         checkpoint.load_weights()

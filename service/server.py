@@ -510,7 +510,7 @@ def build_server(
             "service.__main__.serve(settings, …) does that"
         )
     configure_logging(settings.log_level, settings.log_format)
-    replacement = settings.replacement_character if settings.unknown_characters == "replace" else None
+    replacement = (settings.replacement_character or "") if settings.unknown_characters == "replace" else None
     folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
     catalog = Catalog(settings.places, settings.model_name, folder, replacement)
     catalog.open()

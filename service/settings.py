@@ -200,8 +200,11 @@ class Settings(BaseSettings):
     unknown_characters: Literal["refuse", "replace", "drop"] = Field(
         "refuse", description="default for characters outside the vocabulary"
     )
-    replacement_character: str = Field(
-        " ", min_length=1, max_length=1, description="default replacement for characters outside the vocabulary"
+    replacement_character: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1,
+        description="default replacement for characters outside the vocabulary; None: the unknown symbol, else a space",
     )
 
     strict_fields: bool = Field(False, description="refuse unknown fields, unless a request has strict: false")
@@ -441,12 +444,7 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
             text = io.StringIO()
             with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
                 Settings(_cli_prog_name=program(), _cli_parse_args=["--help"])  # type: ignore[call-arg]
-            # argparse shows an empty text and a blank alike.
-            blank = [it.default for it in Settings.model_fields.values() if it.default in ("", " ")]
-            page = text.getvalue()
-            for default in blank:
-                page = re.sub(r"\(default:\s*\)", f"(default: {'a space' if default else 'none'})", page, count=1)
-            print(page, end="")
+            print(re.sub(r"\(default:\s*\)", "(default: none)", text.getvalue()), end="")  # of an empty text
             raise SystemExit(0)
         wrong = f"argument {flag} needs a value"
         if flag not in flags:

@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from service import release
-from training.config import DATA_HELP, EXCLUDE_HELP, GLOB_HELP, PRESETS, Device, TrainConfig
+from training.config import DATA_HELP, EXCLUDE_HELP, GLOB_HELP, MIN_COUNT_HELP, PRESETS, Device, TrainConfig
 from training.messages import Refusal, program
 
 ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
@@ -31,8 +31,6 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
             return action.help
-        if action.default == " ":
-            return f"{action.help} (default: a space)"
         return super()._get_help_string(action)
 
 
@@ -140,6 +138,7 @@ def build_parser(show_all: bool = False) -> Parser:
     p = command("prepare", "encode a text into the cache; train does this too", "data", is_common=False)
     add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
     p.add_argument("--records", action="store_true", help="each line is a record; one in ten, at random, validates")
+    p.add_argument("--min-count", type=int, default=1, metavar="INT", help=MIN_COUNT_HELP)
 
     p = command("lecture", "show how it works, from a table of bigrams to attention, on a text", is_common=False)
     add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
@@ -197,8 +196,9 @@ def add_unknown_flags(parser: argparse.ArgumentParser, where: str) -> None:
         help=f"for characters of {where} outside the vocabulary",
     )  # fmt: skip
     parser.add_argument(
-        "--replacement-character", default=" ", metavar="TEXT", help=f"of --unknown-characters replace; {ESCAPES}"
-    )
+        "--replacement-character", metavar="TEXT",
+        help=f"of --unknown-characters replace (default: the vocabulary's unknown symbol, else a space); {ESCAPES}",
+    )  # fmt: skip
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

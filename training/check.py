@@ -1,4 +1,4 @@
-"""What is said of a text before a run, in at most five lines: what would make a small training disappoint.
+"""What is said of a text before a run, in at most five lines: what would make a training disappoint.
 
 Looks at the first AT_MOST characters of each split for all but symbols, so that a text may be larger than memory.
 """
@@ -11,7 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from training.data import Corpus
+from training.config import TrainConfig
+from training.data import Corpus, rare_characters
 from training.examination import NGRAM, copied_share
 from training.messages import plural
 
@@ -19,6 +20,8 @@ AT_MOST = 1 << 22  # characters
 MANY_PARAMETERS = 10  # per character of the training split: such a model memorizes in few epochs
 RARE = 5  # occurrences from which little can be learned
 MAX_NAMED = 10  # rare symbols
+RARE_SHARE = 0.05  # of the parameters, which --min-count would save
+LARGE_VOCABULARY = 1000  # more characters than a text in any alphabetic script has
 VAL_CHARACTERS = 1 << 16  # of the validation split that are looked for in the training split
 MUCH = 0.05  # of duplicates, or of the validation split that is known from training
 TABLE_SHARE = 0.95  # of the lines of a table have as many columns
@@ -26,14 +29,13 @@ AT_MOST_LINES = 1000  # by which a table is recognized
 SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20  # of a list that should have been read with --records
 
 
-def size_check(corpus: Corpus, num_parameters: int, is_taught: bool = False) -> Iterator[str]:
-    """is_taught: by teachers, whose predictions are hardly memorized."""
+def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iterator[str]:
     train, val = corpus.train[:AT_MOST], corpus.val[:AT_MOST]
     ratio = num_parameters / len(corpus.train)
     advice = "; that many memorize a text: take more text, a smaller --n-embd and --n-layer, or --dropout"
     yield (
         f"size: {plural(num_parameters, 'parameter')} for {plural(len(corpus.train), 'character')} to train on, "
-        f"{ratio:.2g} per character{advice if ratio > MANY_PARAMETERS and not is_taught else ''}"
+        f"{ratio:.2g} per character{advice if ratio > MANY_PARAMETERS and not config.teachers else ''}"
     )
     decode = corpus.tokenizer.decode_array
     where = f", of the first {AT_MOST:,} characters" if len(corpus.train) > AT_MOST else ""
@@ -42,7 +44,9 @@ def size_check(corpus: Corpus, num_parameters: int, is_taught: bool = False) -> 
         for start in range(0, len(split), AT_MOST):  # in pieces that fit memory
             its_counts += np.bincount(split[start : start + AT_MOST], minlength=len(its_counts))
     rare = np.flatnonzero((counts.sum(axis=0) > 0) & (counts[0] < RARE)).tolist()
-    if rare:
+    if large := _large_vocabulary(corpus, config, num_parameters):
+        yield large
+    elif rare:
         named = " ".join(repr(corpus.tokenizer.characters[id]) for id in rare[:MAX_NAMED])
         more = f" and {len(rare) - MAX_NAMED:,} more" if len(rare) > MAX_NAMED else ""
         yield f"rare: {plural(len(rare), 'symbol')} with fewer than {RARE} occurrences to learn from: {named}{more}"
@@ -75,6 +79,33 @@ def size_check(corpus: Corpus, num_parameters: int, is_taught: bool = False) -> 
             f"overlap: {plural(known, 'record')} of {len(held_out):,} to validate are also trained on{where}: the "
             "validation loss will look better than the model is"
         )
+
+
+def _large_vocabulary(corpus: Corpus, config: TrainConfig, num_parameters: int) -> str | None:
+    """What to say of a vocabulary whose rare characters, or which as a whole, takes much; a checkpoint's is given."""
+    size = corpus.tokenizer.vocab_size
+
+    def taken(characters: int) -> str:
+        parameters = 2 * characters * config.n_embd
+        return f"{parameters:,} of {plural(num_parameters, 'parameter')}, {parameters / num_parameters:.0%}"
+
+    if not config.init_from and not config.teachers:
+        rare = rare_characters(corpus, RARE)
+        if 2 * len(rare) * config.n_embd >= RARE_SHARE * num_parameters:
+            counts = dict(zip(corpus.tokenizer.characters, corpus.counts().tolist(), strict=True))
+            occurrences = sum(counts[c] for c in rare)
+            return (
+                f"vocabulary: {len(rare):,} of {plural(size, 'symbol')} occur fewer than {RARE} times, "
+                f"{1e6 * occurrences / len(corpus.ids):.3g} per million characters together, and take "
+                f"{taken(len(rare))}; --min-count {RARE} makes them one unknown symbol, U+FFFD"
+            )
+    if size < LARGE_VOCABULARY:
+        return None
+    return (
+        f"vocabulary: embedding and head of {size:,} symbols take {taken(size)}, and the logits of a step "
+        f"{config.tokens_per_step * size * 4 / 1e6:,.0f} MB, as Chinese, Japanese and Korean need; in other texts, "
+        "--min-count N leaves rare characters out"
+    )
 
 
 def _table_format(lines: list[str]) -> str | None:

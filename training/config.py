@@ -33,6 +33,7 @@ expert = functools.partial(option, is_common=False)
 MIN_WINDOW = 16  # characters; shorter ones would teach little
 DATA_HELP = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
 GLOB_HELP = "of a folder, take only the files whose names match one of these: '*.py' 'docs/*.md'"
+MIN_COUNT_HELP = "characters that occur fewer times become one unknown symbol, U+FFFD; the line break never does"
 EXCLUDE_HELP = "of a folder, leave out the files whose names match one of these"
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -57,6 +58,7 @@ class TrainConfig:
     data: tuple[str, ...] = option(("tinyshakespeare",), DATA_HELP)
     glob: tuple[str, ...] = option((), GLOB_HELP)
     exclude: tuple[str, ...] = option((), EXCLUDE_HELP)
+    min_count: int = option(1, MIN_COUNT_HELP, COUNT_OR_NONE)
     records: bool = option(False, "each line is a record (a name, a SMILES, a game); one in ten, at random, validates")
     seed: int = option(1337, "seed of the initial weights, the window order and dropout", (0, 2**63 - 1))
 

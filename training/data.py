@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from service.model.tokenizer import UNKNOWN, CharTokenizer, UnknownCharacterError
 from training.folders import replacing_folder
 from training.messages import Refusal, plural
 
@@ -56,7 +56,8 @@ TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca5
 
 def command(args: argparse.Namespace) -> None:
     """`prepare`."""
-    corpus = prepare(args.data, records=args.records, glob=args.glob or (), exclude=args.exclude or ())
+    glob, exclude = args.glob or (), args.exclude or ()
+    corpus = prepare(args.data, records=args.records, glob=glob, exclude=exclude, min_count=args.min_count)
     print(
         f"{corpus.name}: {plural(len(corpus.ids), 'character')}, {plural(corpus.symbols, 'symbol')}; "
         f"{len(corpus.train):,} for training, {len(corpus.val):,} for validation\n"
@@ -89,12 +90,13 @@ def find_texts(
 
     glob: patterns such as *.py or docs/*.md, one of which the path of a file below a folder must match from the right;
     exclude: such as none may match.
-    Binary files below a folder are skipped, and counted in `notes`.
+    Binary files below a folder are skipped, and counted in `notes`, which also names patterns of `exclude` that match
+    nothing.
 
     Raises:
         DataError: a folder has no such files, or as `find_text`.
     """
-    files = []
+    files, unused = [], list(exclude)
     for name in data:
         if Path(name).is_dir():
             below = sorted(path.relative_to(name) for path in Path(name).rglob("*") if path.is_file())
@@ -105,6 +107,7 @@ def find_texts(
             if not matching:
                 raise DataError(f"none of the {plural(len(seen), 'file')} in {name} matches --glob {' '.join(glob)}")
             chosen = [path for path in matching if not any(path.match(pattern) for pattern in exclude)]
+            unused = [pattern for pattern in unused if not any(path.match(pattern) for path in seen)]
             if not chosen:
                 raise DataError(
                     f"--exclude {' '.join(exclude)} leaves none of {plural(len(matching), 'file')} in {name}"
@@ -117,6 +120,10 @@ def find_texts(
             files += [Path(name) / path for path in chosen if path not in set(binary)]
         else:
             files.append(find_text(name))
+    if unused and notes is not None:
+        folders = [name for name in data if Path(name).is_dir()]
+        where = f"no file in {', '.join(folders)}" if folders else "nothing, as --data names no folder"
+        notes.add(f"--exclude {shlex.join(unused)} matches {where}")
     return files
 
 
@@ -206,11 +213,12 @@ class Corpus:
     name: str
     sha256: str  # of the text in UTF-8, uncompressed
     tokenizer: CharTokenizer  # the text's own characters, sorted, or a vocabulary that includes them
-    symbols: int  # number of distinct characters of the text
+    symbols: int  # number of distinct characters of the text; the unknown symbol is one
     ids: np.ndarray  # (characters,) uint8, uint16 or uint32: the training split, then the validation split
     num_train: int
     records: int | None  # number of records; None: the text is not split into records
     notes: tuple[str, ...] = ()  # what of the files was not taken as it is, for the user to see
+    replaced: tuple[int, int] = (0, 0)  # distinct characters, and occurrences, that became the unknown symbol
 
     @property
     def train(self) -> np.ndarray:
@@ -229,6 +237,8 @@ class Corpus:
         if self.records is not None:
             return ""
         text = self.tokenizer.decode(self.train[:EXAMPLE_OF_CHARACTERS].tolist())
+        if self.tokenizer.unknown_id is not None:  # which nobody types
+            text = text.replace(UNKNOWN, "")
         lines = [line for line in text.splitlines(keepends=True) if line[:1].isalnum()]
         for length in range(EXAMPLE_CHARACTERS, 1, -1):
             beginnings = Counter([line[:length] for line in lines if len(line.strip()) > 1])
@@ -238,6 +248,7 @@ class Corpus:
         return text.lstrip()[:EXAMPLE_CHARACTERS] or text[:1]
 
     def describe(self) -> dict[str, Any]:
+        characters, occurrences = self.replaced
         return {
             "name": self.name,
             "sha256": self.sha256,
@@ -247,21 +258,39 @@ class Corpus:
             "val_characters": len(self.val),
             "records": self.records,
             "split": RECORDS_ORDER if self.records is not None else None,
+            **({"replaced": {"symbols": characters, "characters": occurrences}} if characters else {}),
         }
+
+    def counts(self) -> np.ndarray:
+        """How often each id occurs: (vocab_size,) int64."""
+        total = np.zeros(self.tokenizer.vocab_size, np.int64)
+        for start in range(0, len(self.ids), CHUNK_BYTES):  # in pieces that fit memory
+            total += np.bincount(self.ids[start : start + CHUNK_BYTES], minlength=len(total))
+        return total
 
 
 def prepare(
-    data: str | Sequence[str], *, records: bool = False, glob: Sequence[str] = (), exclude: Sequence[str] = ()
+    data: str | Sequence[str],
+    *,
+    records: bool = False,
+    glob: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    min_count: int = 1,
 ) -> Corpus:
     """The corpus of `--data`, `--glob` and `--exclude`, encoded on first use and read from the cache afterwards.
+
+    Characters that occur fewer than `min_count` times become the unknown symbol, except for line breaks.
 
     With `records`, each line that is not empty is a record that ends with its line break. They are shuffled, always
     alike, and one in VAL_EVERY goes to the validation split: files are often sorted. Each split begins with a line
     break, so that every record follows one.
 
     Raises:
-        DataError: a file is missing or not UTF-8, or the text is too short or has too many distinct characters.
+        DataError: a file is missing or not UTF-8, or the text is too short or has too many distinct characters, or
+            `min_count` leaves fewer than two.
     """
+    if min_count < 0:
+        raise DataError(f"--min-count must be at least 0, got {min_count}")
     notes: set[str] = set()
     files = find_texts([data] if isinstance(data, str) else data, glob, exclude, notes)
     name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
@@ -290,10 +319,42 @@ def prepare(
     about = json.loads((folder / "corpus.json").read_bytes())
     tokenizer = CharTokenizer(about["characters"])
     ids = np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer.vocab_size), mode="r")
-    return Corpus(
+    corpus = Corpus(
         name, sha256, tokenizer, tokenizer.vocab_size, ids,
         num_train=about["num_train"], records=about["records"], notes=(*sorted(notes), *about["notes"]),
     )  # fmt: skip
+    return corpus if min_count <= 1 else _without_rare(corpus, min_count)
+
+
+def rare_characters(corpus: Corpus, min_count: int) -> set[str]:
+    """Those that occur fewer than `min_count` times; the line break and U+FFFD are none of them."""
+    if min_count <= 1:
+        return set()
+    counts = corpus.counts()
+    characters = corpus.tokenizer.characters
+    return {characters[id] for id in np.flatnonzero(counts < min_count)} - {"\n", UNKNOWN}
+
+
+def _without_rare(corpus: Corpus, min_count: int) -> Corpus:
+    """The corpus with its rare characters as the unknown symbol.
+
+    Raises:
+        DataError: fewer than two others stay.
+    """
+    characters = set(corpus.tokenizer.characters)
+    kept = characters - rare_characters(corpus, min_count)
+    if len(kept - {UNKNOWN}) < 2:
+        counts = dict(zip(corpus.tokenizer.characters, corpus.counts().tolist(), strict=True))
+        counts |= {UNKNOWN: 1, "\n": len(corpus.ids)} if "\n" in counts else {UNKNOWN: 1}
+        most = sorted(counts.values())[-2]
+        raise DataError(
+            f"--min-count {min_count:,} leaves {len(kept - {UNKNOWN})} of the {len(characters):,} distinct characters "
+            f"of {corpus.name}; a text needs at least 2: pass at most {most:,}"
+        )
+    if kept == characters and UNKNOWN not in characters:
+        return corpus
+    corpus = recode(corpus, CharTokenizer(sorted({*kept, UNKNOWN}), has_unknown=True))
+    return replace(corpus, symbols=corpus.tokenizer.vocab_size)
 
 
 @functools.lru_cache(maxsize=2)  # lines are encoded one by one
@@ -305,14 +366,18 @@ def _ids_by_code_point(tokenizer: CharTokenizer) -> np.ndarray:
     return table
 
 
-def encode_array(tokenizer: CharTokenizer, text: str) -> np.ndarray:
+def encode_array(tokenizer: CharTokenizer, text: str, replaces: bool = False) -> np.ndarray:
     """`CharTokenizer.encode` for bulk text, some four times as fast: (len(text),) int64.
+
+    replaces: unknown characters become the unknown symbol, if there is one.
 
     Raises:
         UnknownCharacterError: as `encode`.
     """
     table = _ids_by_code_point(tokenizer)
     ids = table[np.minimum(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4"), len(table) - 1)]
+    if replaces and tokenizer.unknown_id is not None:
+        return np.where(ids < 0, tokenizer.unknown_id, ids)
     wrong = np.flatnonzero(ids < 0)
     if wrong.size:
         raise UnknownCharacterError(text[wrong[0]], int(wrong[0]))
@@ -322,13 +387,23 @@ def encode_array(tokenizer: CharTokenizer, text: str) -> np.ndarray:
 def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
     """The same text in another vocabulary, mapped id by id on first use and read from the cache afterwards.
 
+    Characters that the vocabulary lacks become its unknown symbol.
+
     Raises:
-        UnknownCharacterError: a character of the text is not in the vocabulary.
+        UnknownCharacterError: a character of the text is not in the vocabulary, which has no unknown symbol.
     """
-    if tokenizer.characters == corpus.tokenizer.characters:
+    if tokenizer.characters == corpus.tokenizer.characters and tokenizer.unknown_id == corpus.tokenizer.unknown_id:
         return corpus
     dtype = id_dtype(tokenizer.vocab_size)
-    table = encode_array(tokenizer, "".join(corpus.tokenizer.characters)).astype(dtype)
+    lacking = [c not in tokenizer for c in corpus.tokenizer.characters]
+    if any(lacking) and tokenizer.unknown_id is not None:
+        occurrences = int(corpus.counts()[lacking].sum())
+        note = (
+            f"{plural(sum(lacking), 'rare symbol')} with {plural(occurrences, 'occurrence')}, "
+            f"{1e6 * occurrences / len(corpus.ids):.3g} per million characters, became the unknown symbol, U+FFFD"
+        )
+        corpus = replace(corpus, replaced=(sum(lacking), occurrences), notes=(*corpus.notes, note))
+    table = encode_array(tokenizer, "".join(corpus.tokenizer.characters), replaces=True).astype(dtype)
     folder = _cache_folder(corpus.sha256, corpus.records is not None, tokenizer)
     if not folder.is_dir():
         with _writing_cache(), replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
@@ -385,13 +460,15 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 offset = start - pending + error.start
-                hint = "convert it first, for example with iconv -f WINDOWS-1252 -t UTF-8"
+                path = shlex.quote(str(file))
+                source = f"zcat {path} | iconv" if file.suffix == ".gz" else f"iconv {path}"
+                hint = f"convert it first, for example with {source} -f WINDOWS-1252 -t UTF-8 > converted.txt"
                 if len(files) > 1:
                     hint += f", or leave it out with --exclude {shlex.quote(file.name)}"
                 if head.startswith(b"\x1f\x8b"):
                     hint = "it is compressed by gzip: its name must end with .gz"
                 elif packed := next((name for magic, name in PACKED.items() if head.startswith(magic)), None):
-                    hint = f"it is packed: unpack it first, with {packed}"
+                    hint = f"it is packed: unpack it first, with {packed} {path}"
                 elif _is_binary(file):
                     hint = "it is a binary file; of a folder, binary files are skipped"
                 elif encoding != "utf-8":

@@ -28,7 +28,6 @@ RECENT = 50  # steps whose mean loss the bar shows
 LINE_SECONDS = 10.0  # between two lines of progress, where no bar is shown
 NOISE = 0.005  # differences in validation loss, in nats, that another seed would make too
 TRAIN_COLOR, VAL_COLOR, BEST_COLOR = "tab:blue", "tab:orange", "tab:green"
-LARGE_VOCABULARY = 1000  # more characters than a text in any alphabetic script has
 LOSSES = {  # of the final report, each with what predicts so
     "uniform": "guessing all characters alike",
     "unigram": "guessing by how often each character occurs",
@@ -109,18 +108,6 @@ def show_forwards(console: Console, what: str, total: int) -> Iterator[Callable[
                 say(console, f"{what}: {done:,} of {total:,} characters, {left:.0f} s left")
 
         yield advance
-
-
-def warn_if_vocabulary_is_large(console: Console, config: TrainConfig, vocab_size: int, num_parameters: int) -> None:
-    if vocab_size < LARGE_VOCABULARY:
-        return
-    say(
-        console,
-        f"warning: the vocabulary has {vocab_size:,} characters, so embedding and head take "
-        f"{2 * vocab_size * config.n_embd:,} of the {num_parameters:,} parameters, and the logits of a step "
-        f"{config.tokens_per_step * vocab_size * 4 / 1e6:,.0f} MB. This is normal for Chinese, Japanese and Korean; "
-        "in other texts, remove stray characters first",
-    )
 
 
 def print_report(

@@ -52,7 +52,8 @@ def examine(
     Raises:
         ConfigError: the pattern is invalid, or as `valid_records`.
     """
-    tokenizer, params, device = corpus.tokenizer, SamplingParams(seed=seed), str(model.head.weight.device)
+    tokenizer, device = corpus.tokenizer, str(model.head.weight.device)
+    params = SamplingParams(seed=seed, logit_bias=tokenizer.sampling_bias)
     if corpus.records is None:
         prompt = tokenizer.encode(corpus.example_prompt)
         generated = list(sample_texts(model, prompt, count, max_tokens, params, device=device))

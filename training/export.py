@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.kv_cache import CacheRows
+from service.model.tokenizer import UNKNOWN
 from training.config import ConfigError
 from training.inputs import find_checkpoint
 from training.messages import plural
@@ -64,7 +65,11 @@ def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list(characters)
     writer.add_token_scores([0.0] * len(characters))
-    writer.add_token_types([TokenType.NORMAL] * len(characters))
+    types, unknown = [TokenType.NORMAL] * len(characters), checkpoint.tokenizer.unknown_id
+    if unknown is not None:
+        types[unknown] = TokenType.UNKNOWN
+        writer.add_unk_token_id(unknown)
+    writer.add_token_types(types)
     end = checkpoint.record_end
     if end is not None:
         writer.add_bos_token_id(end)
@@ -131,8 +136,12 @@ def to_onnx(checkpoint: Checkpoint, file: Path) -> None:
         )
     assert program is not None
     proto = program.model_proto
-    entry = proto.metadata_props.add()
-    entry.key, entry.value = "vocabulary", "".join(checkpoint.tokenizer.characters)
+    metadata = {"vocabulary": "".join(checkpoint.tokenizer.characters)}
+    if checkpoint.tokenizer.unknown_id is not None:
+        metadata["unknown"] = UNKNOWN
+    for key, value in metadata.items():
+        entry = proto.metadata_props.add()
+        entry.key, entry.value = key, value
     onnx.checker.check_model(proto)
     onnx.save_model(proto, str(file))
 

@@ -1,13 +1,12 @@
 """Fine-tuning: a run that starts from the weights, shape and vocabulary of a checkpoint.
 
 Every id keeps its character: the vocabulary retains the checkpoint's order, including characters absent from the new
-text. New characters are refused or, on request, appended.
+text. New characters are refused or, on request, appended, or become the unknown symbol where they are rare.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from service.model.checkpoint import WEIGHTS, Checkpoint
-from service.model.tokenizer import CharTokenizer
+from service.model.tokenizer import UNKNOWN, CharTokenizer
 from training.config import SHAPE, ConfigError, TrainConfig
-from training.data import TRAIN_SHARE, Corpus
+from training.data import TRAIN_SHARE, Corpus, rare_characters
 from training.messages import plural
 
 MAX_LISTED = 20  # characters named in an error message
@@ -45,8 +44,11 @@ def inherited(path: str) -> dict[str, Any]:
     return shape | {"records": checkpoint.record_end is not None, "window_stages": 1}
 
 
-def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
-    """The checkpoint at `config.init_from`, adapted to a text of these characters.
+def load_origin(config: TrainConfig, corpus: Corpus) -> Origin:
+    """The checkpoint at `config.init_from`, adapted to a text in its own characters.
+
+    Of those that the checkpoint lacks, the ones that occur fewer than `config.min_count` times are left to its unknown
+    symbol; what it knows stays, however rare.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -66,15 +68,23 @@ def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
             "Omit these settings, or train without --init-from"
         )
     vocabulary = checkpoint.tokenizer
-    added = [c for c in characters if c not in vocabulary]
+    characters = set(corpus.tokenizer.characters)
+    rare = rare_characters(corpus, config.min_count) - set(vocabulary.characters)
+    is_first = bool(rare) and UNKNOWN not in vocabulary
+    added = sorted(characters - set(vocabulary.characters) - rare | ({UNKNOWN} if is_first else set()))
     if added and not config.extend_vocabulary:
         listed = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in added[:MAX_LISTED])
         more = f" and {len(added) - MAX_LISTED:,} more" if len(added) > MAX_LISTED else ""
-        it = "it" if len(added) == 1 else "them"
-        unused = vocabulary.vocab_size - (len(characters) - len(added))
+        it = choices = "it" if len(added) == 1 else "them"
+        unused = len(set(vocabulary.characters) - characters)
+        lacks = f"lacks {len(added):,} of the text's {len(characters):,} characters"
+        if is_first:
+            lacks = f"has no unknown symbol, U+FFFD, and lacks {plural(len(added), 'character')} with it"
+        elif vocabulary.unknown_id is not None:
+            choices += ", or --min-count N to leave those that occur fewer than N times to its unknown symbol"
         raise ConfigError(
-            f"the vocabulary of {config.init_from} lacks {len(added):,} of the text's {len(characters):,} characters: "
-            f"{listed}{more}. Remove {it} from the text, or pass --extend-vocabulary to add {it}. "
+            f"the vocabulary of {config.init_from} {lacks}: {listed}{more}. Remove {it} from the text, or pass "
+            f"--extend-vocabulary to add {choices}. "
             f"(Characters of the vocabulary absent from the text, which are kept: {unused:,})"
         )
     weights = checkpoint.load_model().state_dict()
@@ -97,7 +107,9 @@ def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
         "added_characters": "".join(added),
         "init_from": about.get("init_from"),  # the checkpoint's own lineage
     }
-    return Origin(CharTokenizer(vocabulary.characters + added), weights, lineage)
+    all_characters = vocabulary.characters + added
+    has_unknown = vocabulary.unknown_id is not None or (config.min_count > 1 and UNKNOWN in all_characters)
+    return Origin(CharTokenizer(all_characters, has_unknown), weights, lineage)
 
 
 def refuse_short_text(config: TrainConfig, corpus: Corpus) -> None:

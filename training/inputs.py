@@ -95,7 +95,8 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
 class Encoder:
     """Encodes texts, and counts the unknown characters that it replaced or dropped."""
 
-    def __init__(self, tokenizer: CharTokenizer, policy: str = "refuse", replacement: str = " "):
+    def __init__(self, tokenizer: CharTokenizer, policy: str = "refuse", replacement: str | None = None):
+        replacement = tokenizer.replacement if replacement is None else replacement
         if len(replacement) != 1:
             raise ConfigError(f"--replacement-character must be a single character, got {replacement!r}")
         self.tokenizer, self.policy, self.replacement = tokenizer, policy, replacement
@@ -103,7 +104,8 @@ class Encoder:
 
     @classmethod
     def of(cls, args: argparse.Namespace, checkpoint: Checkpoint) -> Encoder:
-        return cls(checkpoint.tokenizer, args.unknown_characters, unescaped(args.replacement_character))
+        replacement = args.replacement_character
+        return cls(checkpoint.tokenizer, args.unknown_characters, replacement and unescaped(replacement))
 
     def encode(self, text: str) -> np.ndarray:
         """(T,) int64.

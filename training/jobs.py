@@ -19,7 +19,7 @@ from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
 from training.config import SHAPE, ConfigError, TrainConfig
-from training.data import prepare, recode, sampler_of
+from training.data import Corpus, prepare, recode, sampler_of
 from training.device import pick_device, resolve_auto
 from training.distill import Teachers
 from training.distributed import World
@@ -107,9 +107,9 @@ def start(
         if decided is None:
             return
         config, resolved = decided
-        corpus, origin = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude), None
+        corpus, origin = _corpus_of(config), None
         if config.init_from:
-            origin = load_origin(config, corpus.tokenizer.characters)
+            origin = load_origin(config, corpus)
             corpus = recode(corpus, origin.tokenizer)
         Run(config, resolved, corpus, out, world, origin).train(console)
 
@@ -131,7 +131,7 @@ def _new_run(
             f"{out} already contains {', '.join(existing[:5])}; pass {resuming}--overwrite to replace it, or another "
             "--out"
         )
-    corpus = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude)
+    corpus = _corpus_of(config)
     tokenizer, origin = corpus.tokenizer, None
     for note in corpus.notes:
         say(console, note)
@@ -139,10 +139,12 @@ def _new_run(
         if Path(path).resolve().is_relative_to(out.resolve()):
             raise ConfigError(f"{path} is in {out}, which this run would replace; pass another --out")
     if config.init_from:
-        origin = load_origin(config, tokenizer.characters)
+        origin = load_origin(config, corpus)
         say(console, describe_origin(config, origin))
         refuse_short_text(config, corpus)
         tokenizer = origin.tokenizer
+        for note in recode(corpus, tokenizer).notes[len(corpus.notes) :]:
+            say(console, note)
     longest = min((Checkpoint.read(path).config.block_size for path in config.teachers), default=None)
     parts = world.size * config.accumulate
     if config.minutes:
@@ -167,6 +169,12 @@ def _new_run(
     return config, resolved
 
 
+def _corpus_of(config: TrainConfig) -> Corpus:
+    """Without --min-count where a run starts from a checkpoint: `load_origin` then says which characters are rare."""
+    min_count = 1 if config.init_from else config.min_count
+    return prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude, min_count=min_count)
+
+
 def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
     """Continue the run in `out` to its end.
 
@@ -184,7 +192,7 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
         if config is None:
             return
         saved = replace(Saved.read(out / "last"), config=config)
-        corpus = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude)
+        corpus = _corpus_of(config)
         Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), out, world).train(console)
 
 
@@ -212,7 +220,7 @@ def _continued(
         )
     if config.steps <= progress.step and "steps" in changes:
         raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
-    corpus = prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude)
+    corpus = _corpus_of(config)
     if corpus.sha256 != saved.data["sha256"]:
         raise ResumeError(
             f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "

@@ -297,7 +297,8 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, s
     if about.get("sha256") != corpus.sha256:
         loss = None  # of another text, and nothing to compare with
     prompt = checkpoint.tokenizer.encode("\n") if "\n" in checkpoint.tokenizer else [0]
-    [(_, served)] = sample_texts(full, prompt, 1, 200, SamplingParams(seed=seed))
+    params = SamplingParams(seed=seed, logit_bias=checkpoint.tokenizer.sampling_bias)
+    [(_, served)] = sample_texts(full, prompt, 1, 200, params)
     print(indented(checkpoint.tokenizer.decode(served)))
 
     trained = {"bigram table": bigram_losses, "one head": one_head_losses}

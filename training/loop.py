@@ -53,7 +53,7 @@ from training.data import (
     window_pieces,
 )
 from training.device import autocast, halves, machine, training_forward
-from training.display import ProgressView, draw_curves, print_report, show_forwards, warn_if_vocabulary_is_large
+from training.display import ProgressView, draw_curves, print_report, show_forwards
 from training.distill import Teachers
 from training.distributed import World
 from training.evaluate import BATCH_CHARS, baselines, piece_loss, sampled_scores
@@ -180,9 +180,8 @@ class Run:
             f"{epochs} epoch{'' if epochs == '1' else 's'}",
         )
         if progress.step == 0 and self.world.is_main:
-            for line in size_check(self.corpus, self.model.config.num_parameters, bool(self.teachers)):
+            for line in size_check(self.corpus, config, self.model.config.num_parameters):
                 say(console, line)
-        warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.config.num_parameters)
         self.check_forward(console)
         view = ProgressView(console, config)
         with self.storage_errors(), contextlib.ExitStack() as stack, catch_signals() as self.received, view:
@@ -416,7 +415,7 @@ class Run:
             prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]
             count, stop = (SAMPLED_RECORDS, (tuple(prompt),)) if self.config.records else (1, ())
             begins = beginning_of_record(tokenizer) if self.config.records else None
-            params = SamplingParams(seed=self.config.seed)
+            params = SamplingParams(seed=self.config.seed, logit_bias=tokenizer.sampling_bias)
             found = sample_texts(model, prompt, count, self.config.sample_chars, params, stop=stop, begins=begins)
             texts = [tokenizer.decode(ids) for _, ids in found]
             record["sample"] = "\n".join(texts) if self.config.records else tokenizer.decode(prompt) + texts[0]

@@ -54,6 +54,7 @@ def command(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     checkpoint, model = load_model(args)
+    params = msgspec.structs.replace(params, logit_bias=checkpoint.tokenizer.sampling_bias)
     tokenizer, end = checkpoint.tokenizer, checkpoint.record_end
     is_plain = args.stop_regex is None and args.regex is None
     stops = [unescaped(text) for text in args.stop] or ["\n"] * (end is not None and is_plain)

@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from service.model.checkpoint import FORMAT_VERSION, MANIFEST, WEIGHTS, Probe, hf_config, layout
 from service.model.gpt import GPT
-from service.model.tokenizer import CharTokenizer
+from service.model.tokenizer import UNKNOWN, CharTokenizer
 from training.folders import replacing_folder
 
 
@@ -49,18 +49,22 @@ def save_checkpoint(
     if training.get("recipe", {}).get("records") and "\n" in tokenizer:
         # Not in tokenizer_config.json: transformers leaves special tokens out of decoded texts.
         special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.encode("\n")[0])
-        extra = {"generation_config.json": _dump(special), **(extra or {})}
     stored = {name: t.to(getattr(torch, dtype)) for name, t in named_tensors(model).items()}
     probe = _probe(model, stored, tokenizer)
     if all(map(math.isfinite, probe.log_probabilities)):
         training = {**training, "probe": msgspec.to_builtins(probe)}
+    generation: dict[str, Any] = {**special}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if tokenizer.unknown_id is not None:  # which the service does not sample either
+        generation["suppress_tokens"] = [tokenizer.unknown_id]
+        about["unk_token"] = UNKNOWN
+    if generation:
+        extra = {"generation_config.json": _dump(generation), **(extra or {})}
     files = {
         "config.json": _dump(hf_config(model.config) | {"dtype": dtype} | special),
         WEIGHTS: save(stored, {"format": "pt"}),
         "tokenizer.json": _dump(_hf_tokenizer(tokenizer)),
-        "tokenizer_config.json": _dump(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        ),
+        "tokenizer_config.json": _dump(about),
         "training.json": _dump(training),
         **(extra or {}),
     }
@@ -87,7 +91,9 @@ def _probe(model: GPT, stored: Mapping[str, torch.Tensor], tokenizer: CharTokeni
 
 
 def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:
-    """One code point, one id, in the format of Hugging Face's tokenizers; there too unknown characters raise."""
+    """One code point, one id, in the format of Hugging Face's tokenizers; there too unknown characters raise,
+    unless the vocabulary has an unknown symbol.
+    """
     return {
         "version": "1.0",
         "truncation": None,
@@ -100,7 +106,8 @@ def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:
         "model": {
             "type": "WordLevel",
             "vocab": {character: i for i, character in enumerate(tokenizer.characters)},
-            "unk_token": "",  # not a character, so never in the vocabulary
+            # The empty one is not a character, so never in the vocabulary.
+            "unk_token": "" if tokenizer.unknown_id is None else UNKNOWN,
         },
     }
 

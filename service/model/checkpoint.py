@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from service.model.config import GPTConfig
-from service.model.tokenizer import CharTokenizer
+from service.model.tokenizer import UNKNOWN, CharTokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +123,7 @@ class _Config(msgspec.Struct):
 
 class _Vocabulary(msgspec.Struct):
     vocab: dict[str, int]
+    unk_token: Any = None  # UNKNOWN names the unknown symbol; any other means that there is none
 
 
 class _Tokenizer(msgspec.Struct):
@@ -431,7 +432,8 @@ def _parse_config(file: Path, data: bytes) -> GPTConfig:
 
 def _parse_tokenizer(path: Path, data: bytes, config: GPTConfig) -> CharTokenizer:
     file = path / "tokenizer.json"
-    vocab = _decode(file, data, _Tokenizer).model.vocab
+    model = _decode(file, data, _Tokenizer).model
+    vocab = model.vocab
     if len(vocab) != config.vocab_size:
         raise CheckpointError(
             f"{path}: vocab_size in config.json is {config.vocab_size}, but the tokenizer has {len(vocab)} characters"
@@ -439,7 +441,7 @@ def _parse_tokenizer(path: Path, data: bytes, config: GPTConfig) -> CharTokenize
     if missing := set(range(len(vocab))) - set(vocab.values()):
         raise CheckpointError(f"{file}: ids must be 0 to {len(vocab) - 1}, but no character has id {min(missing)}")
     try:
-        return CharTokenizer(sorted(vocab, key=vocab.__getitem__))
+        return CharTokenizer(sorted(vocab, key=vocab.__getitem__), has_unknown=model.unk_token == UNKNOWN)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
 

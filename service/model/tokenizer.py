@@ -1,10 +1,17 @@
-"""Character-level tokenizer: one Unicode code point, one id; no merges, no unknown token. Loads without torch."""
+"""Character-level tokenizer: one Unicode code point, one id; no merges. Loads without torch.
+
+A vocabulary may have an unknown symbol, U+FFFD, which training puts in place of rare characters (`--min-count`).
+`encode` raises for characters outside such a vocabulary too: callers replace them first, where the user asks for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+UNKNOWN = "\ufffd"  # REPLACEMENT CHARACTER
+NEVER = -100.0  # as a logit bias: what has it is sampled only where nothing else is allowed
 
 
 class UnknownCharacterError(ValueError):
@@ -21,12 +28,14 @@ class UnknownCharacterError(ValueError):
 class CharTokenizer:
     """A fixed vocabulary; a character's id is its index.
 
+    has_unknown: UNKNOWN is its unknown symbol, not a character like any other.
+
     Raises:
         ValueError: the vocabulary is empty, or an entry is not a single character, is a duplicate, or is a lone
-            surrogate (which UTF-8 cannot encode).
+            surrogate (which UTF-8 cannot encode), or it lacks UNKNOWN with `has_unknown`.
     """
 
-    def __init__(self, characters: Sequence[str]):
+    def __init__(self, characters: Sequence[str], has_unknown: bool = False):
         self.characters = list(characters)
         if not self.characters:
             raise ValueError("the vocabulary must have at least one character")
@@ -35,11 +44,24 @@ class CharTokenizer:
             if len(c) != 1 or "\ud800" <= c <= "\udfff" or c in self._ids:
                 raise ValueError(f"vocabulary entry {i} must be a single, unique Unicode character, got {c!r:.50}")
             self._ids[c] = i
+        if has_unknown and UNKNOWN not in self._ids:
+            raise ValueError("the vocabulary must have its unknown symbol, U+FFFD")
+        self.unknown_id = self._ids[UNKNOWN] if has_unknown else None
         self._code_points = np.array([ord(c) for c in self.characters], dtype="<u4")
 
     @property
     def vocab_size(self) -> int:
         return len(self.characters)
+
+    @property
+    def replacement(self) -> str:
+        """What replaces unknown characters where nothing else is chosen; a vocabulary may lack the space."""
+        return " " if self.unknown_id is None else UNKNOWN
+
+    @property
+    def sampling_bias(self) -> tuple[tuple[int, float], ...]:
+        """The logit bias by which answers do not contain the unknown symbol; scores stay the model's."""
+        return () if self.unknown_id is None else ((self.unknown_id, NEVER),)
 
     def __contains__(self, character: str) -> bool:
         return character in self._ids

@@ -3,6 +3,7 @@
 import pytest
 
 from training.check import size_check
+from training.config import TrainConfig
 from training.data import prepare
 
 WORDS = "the cat sat on a mat and the dog ran off with it to see what was in a box or not".split()
@@ -12,9 +13,10 @@ WORDS = "the cat sat on a mat and the dog ran off with it to see what was in a b
 def check(tmp_path):
     """The subjects of the lines, and the lines, for a text."""
 
-    def run(text, *, records=False, parameters=1000):
+    def run(text, *, records=False, parameters=1000, n_embd=1, **settings):
         (tmp_path / "text.txt").write_text(text)
-        lines = list(size_check(prepare(str(tmp_path / "text.txt"), records=records), parameters))
+        corpus = prepare(str(tmp_path / "text.txt"), records=records)
+        lines = list(size_check(corpus, TrainConfig(n_embd=n_embd, **settings), parameters))
         assert len(lines) <= 5 and not any("\n" in line for line in lines)
         return [line.split(":")[0] for line in lines], "\n".join(lines)
 

@@ -76,7 +76,9 @@ def test_missing_characters_are_listed(tmp_path, source):
 
 
 def test_extending_the_vocabulary_preserves_existing_ids_and_logits(tmp_path, source):
-    origin = load_origin(config(tmp_path, source, extend_vocabulary=True), sorted({*TEXT, "é", "1", "漢"}))
+    (tmp_path / "text.txt").write_text(TEXT + "1é漢")
+    corpus = prepare(str(tmp_path / "text.txt"))
+    origin = load_origin(config(tmp_path, source, extend_vocabulary=True), corpus)
     assert origin.tokenizer.characters == [*VOCABULARY, "1", "é", "漢"]
     old = source.load_model()
     extended = type(old)(dataclasses.replace(source.config, vocab_size=64)).eval()

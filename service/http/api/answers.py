@@ -284,6 +284,7 @@ class TokenizerInfo(msgspec.Struct):
     vocab_size: int
     bos_token: Annotated[str | None, about("what an empty prompt means: a line break, if in the vocabulary")]
     eos_token: Annotated[str | None, about("what ends a text: of a model of records a line break")]
+    unk_token: Annotated[str | None, about("the unknown symbol, U+FFFD, of a vocabulary without rare characters")]
     pad_token: None
 
 

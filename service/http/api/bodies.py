@@ -140,7 +140,8 @@ class ModelRequest(Body):
     """for characters absent from the vocabulary: refuse the request, replace them or drop them; the answer counts them.
     Default: the server's setting"""
     replacement_character: Character | None = _field(None, " ")
-    """replacement for an unknown character. Default: the server's setting"""
+    """replacement for an unknown character. Default: the server's setting; without one, the vocabulary's unknown
+    symbol, else a space"""
     priority: int = _field(0, 10, ge=-1000, le=1000)
     """a client's requests in the queue start in order of priority, lowest number first, then of arrival"""
     timeout_seconds: float | None = _field(None, 30, gt=0, le=86_400)

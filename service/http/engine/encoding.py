@@ -25,7 +25,8 @@ class Encoder:
         self.service, self.model = service, model
         self.tokenizer = model.tokenizer
         self.policy = body.unknown_characters or service.settings.unknown_characters
-        self.replacement = body.replacement_character or service.settings.replacement_character
+        chosen = body.replacement_character or service.settings.replacement_character
+        self.replacement = chosen or self.tokenizer.replacement
         self.replaced = self.dropped = 0
 
     async def encode(self, text: str, param: str, index: int | None = None) -> list[int]:

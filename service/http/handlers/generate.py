@@ -164,7 +164,7 @@ def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, 
         0,
         [],
         body.max_tokens,
-        body.sampling(_logit_bias(model, body) if body.logit_bias else (), seed),
+        body.sampling(_logit_bias(model, body) if body.logit_bias else tokenizer.sampling_bias, seed),
         service.timeout(body.timeout_seconds),
         stop=tuple(stops),
         include_stop=body.include_stop_str_in_output,
@@ -292,7 +292,7 @@ def _limiting(body: GenerationRequest) -> str:
 
 
 def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
-    """Pairs of an id and its bias."""
+    """Pairs of an id and its bias; the unknown symbol has one of its own, unless it is given."""
     tokenizer, given = model.tokenizer, body.logit_bias
     biases: dict[int, float] = {}
     for key, bias in given.items() if isinstance(given, dict) else given:
@@ -313,7 +313,7 @@ def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float
                 key, bias = str(id), given[str(id)]
             raise invalid("logit_bias", f"{key!r}, id {id}, appears twice{_about_digits(given, key, bias)}")
         biases[id] = bias
-    return tuple(biases.items())
+    return tuple((dict(tokenizer.sampling_bias) | biases).items())
 
 
 def _about_digits(given: object, key: str | int, bias: float) -> str:

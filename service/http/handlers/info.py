@@ -20,6 +20,7 @@ from service.http.handlers.attention import max_characters
 from service.http.request import JSON, NO_STORE, Request, header_lines
 from service.http.service import Service
 from service.model.checkpoint import CONFIG_NAMES
+from service.model.tokenizer import UNKNOWN
 
 
 def published(training: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +73,8 @@ def tokenizer_info(service: Service, request: Request) -> None:
     tokenizer = model.tokenizer
     beginning = "\n" if "\n" in tokenizer else None
     end = None if model.record_end is None else "\n"
-    _respond(request, s.TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, None))
+    unknown = None if tokenizer.unknown_id is None else UNKNOWN
+    _respond(request, s.TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, unknown, None))
 
 
 def _model_card(service: Service, model: Model) -> s.ModelCard:
