@@ -39,6 +39,7 @@ VAL_EVERY = 10  # with records, one in ten goes to the validation split
 RECORDS_ORDER = 2  # version of the order in which they are shuffled before
 IGNORED = -1  # as a target
 PADDING = 16
+PACK = 32  # characters
 MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably not text
 BYTE_ORDER_MARK = "\ufeff"
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -708,7 +709,7 @@ def padded(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np
     return idx, targets
 
 
-Part = tuple[np.ndarray, np.ndarray]  # idx and targets (B, T)
+Part = tuple[np.ndarray, ...]  # idx and targets (B, T); of a packed one also the lengths of what lies in it
 
 
 def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[Part]:
@@ -726,11 +727,33 @@ def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[
         first += len(rows)
 
 
+def packed(idx: np.ndarray, targets: np.ndarray, count: int) -> list[Part]:
+    """The rows of a padded batch in at most `count` parts of about as many characters, each with its rows one after
+    another in a single row: idx and targets (1, N), and the lengths of the rows within, (rows,) int64.
+
+    N is a multiple of PACK, as torch compiles bfloat16 products anew for each N: rows of padding fill it up.
+    """
+    lengths = (targets != IGNORED).sum(axis=1)
+    dealt = np.arange(len(lengths)) % (2 * count)  # the longest first, to and fro
+    order, owner = np.argsort(-lengths, kind="stable"), np.minimum(dealt, 2 * count - 1 - dealt)
+    parts: list[Part] = []
+    for own in (order[owner == part] for part in range(min(count, len(lengths)))):
+        is_kept = targets[own] != IGNORED
+        padding = -int(lengths[own].sum()) % PACK
+        rows = np.diff([*range(0, padding, int(lengths.max())), padding])
+        parts.append((
+            np.pad(idx[own][is_kept], (0, padding))[None],
+            np.pad(targets[own][is_kept], (0, padding), constant_values=IGNORED)[None],
+            np.concatenate((lengths[own], rows)),
+        ))  # fmt: skip
+    return parts
+
+
 def two_halves(parts: Iterable[Part]) -> list[list[Part]]:
-    """Micro-batches in two lists of about as many characters each; one list if there is one part."""
+    """Parts in two lists of about as many characters each; one list if there is one part."""
     halves: tuple[list[Part], list[Part]] = [], []
     for part in parts:
-        min(halves, key=lambda half: sum(idx.size for idx, _ in half)).append(part)
+        min(halves, key=lambda half: sum(each[0].size for each in half)).append(part)
     return [half for half in halves if half]
 
 

@@ -55,11 +55,11 @@ def suitable_dtype(config: TrainConfig, cpu_flags: Set[str]) -> Literal["float32
     return "bfloat16" if multiplies_bf16 and config.n_embd >= BF16_WIDTHS[config.fused] else "float32"
 
 
-def training_forward(model: GPT, config: TrainConfig) -> Callable[[Tensor], Tensor]:
+def training_forward(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
     """The fastest idx (B, T) -> logits (B, T, V) for training on the config's device; `selfcheck` compares it."""
     if config.device == "cpu" and config.fused == "auto":
         return FusedForward(model, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
-    compiled: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
+    compiled: Callable[..., Tensor] = torch.compile(model) if config.compile else model
     return compiled
 
 

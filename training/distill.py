@@ -55,12 +55,12 @@ class Teachers:
         self._forwards = list(self.models)
 
     @torch.no_grad()
-    def __call__(self, idx: Tensor) -> Tensor:
-        """Ids (B, T) -> probabilities of the next character (B, T, V), float32."""
+    def __call__(self, idx: Tensor, *lengths: Tensor) -> Tensor:
+        """Ids (B, T) -> probabilities of the next character (B, T, V), float32. lengths: as of FusedForward."""
         mean = torch.zeros(())
         with autocast(self.config):
             for forward in self._forwards:
-                mean = mean + forward(idx).float().softmax(-1) / len(self._forwards)
+                mean = mean + forward(idx, *lengths).float().softmax(-1) / len(self._forwards)
         return mean
 
     @torch.no_grad()

@@ -4,16 +4,19 @@
 // S is the type of the products' factors and results: float, double, or bfloat16, with which this computes in float;
 // its own products take pairs of bfloat16 where the CPU has an instruction for that. T is the type computed in.
 //
+// A window is a text of its own, which attends to itself alone; windows lie one after another, of any lengths.
+//
 // One group of heads of one window, those that share a key head, is computed at a time. Its keys and values fit the
 // first caches, and its attention weights are never written to memory: the backward computes them again from the
 // log-sum-exp of each row (Dao et al. 2022). What lies above the diagonal is skipped. A group's results depend on that
 // group alone, hence not on the number of threads.
 //
-//   heads     S (B, T, nh + 2 nkv, hs): queries, then keys, then values, as the product gives them
+//   starts    (windows + 1): the first row of each window, then the number of rows
+//   heads     S (rows, nh + 2 nkv, hs): queries, then keys, then values, as the product gives them
 //   gains     T (nh + nkv, hs): of the norms of queries, times 1 / √hs, and of keys
-//   cos, sin  T (T, hs): of RoPE, sin with its sign: y rotated is y · cos + roll(y, hs / 2) · sin
-//   attended  S (B, T, nh, hs)
-//   lse       T (B, nh, T): logarithm of the sum of the exponentials of a row's scores
+//   cos, sin  T (longest, hs): of RoPE by place in the window, sin with its sign: y rotated is y · cos + roll(y, hs / 2) · sin
+//   attended  S (rows, nh, hs)
+//   lse       T (rows, nh): logarithm of the sum of the exponentials of a query's scores
 //   inner     S (rows, 2 width): gate, then up; hidden S (rows, width) is silu(gate) · up
 //   x, scale  T (rows, width), (rows): the residual stream, and the reciprocal of a row's root mean square
 //
@@ -182,11 +185,12 @@ template <class M, class F> bool in_threads(int n, int threads, M make, F each) 
 }
 
 template <class T> struct Shape {
-  int windows, length, heads, key_heads, size, threads;
+  int windows, longest, heads, key_heads, size, threads;
   T eps;
-  Shape(const int32_t* sizes, double eps)
-      : windows(sizes[0]), length(sizes[1]), heads(sizes[2]), key_heads(sizes[3]), size(sizes[4]), threads(sizes[5]),
-        eps(T(eps)) {}
+  const int32_t* starts;
+  Shape(const int32_t* sizes, double eps, const int32_t* starts)
+      : windows(sizes[0]), longest(sizes[1]), heads(sizes[2]), key_heads(sizes[3]), size(sizes[4]), threads(sizes[5]),
+        eps(T(eps)), starts(starts) {}
   int group() const { return heads / key_heads; }
   int all() const { return heads + 2 * key_heads; }
 };
@@ -204,7 +208,7 @@ template <class S, int SIZE> class Group {
   __attribute__((cold)) Group(const Shape<T>& shape, const S* heads, const T* gains, const T* cos, const T* sin)
       : s(shape), size(SIZE ? SIZE : s.size), heads(heads), gains(gains), cos(cos), sin(sin),
         width(rounded_up(size, N)),
-        keys(rounded_up(s.length, std::max(TILE, ROWS)) + N) {  // a power of two would share few lines of the cache
+        keys(rounded_up(s.longest, std::max(TILE, ROWS)) + N) {  // a power of two would share few lines of the cache
     for (auto* each : {&k, &v, &grad_k, &grad_v}) each->resize(size_t(keys) * width);
     for (auto* each : {&kt, &vt}) each->resize(size_t(keys) * width);
     for (auto* each : {&q, &grad, &out, &grad_q}) each->resize(size_t(BLOCK) * width);
@@ -218,11 +222,12 @@ template <class S, int SIZE> class Group {
   }
 
   void forward(int window, int key_head, S* attended, T* lse) {
-    take_keys(window, key_head, false);
+    enter(window);
+    take_keys(key_head, false);
     for (int head = key_head * s.group(); head < (key_head + 1) * s.group(); ++head)
-      for (int first = 0; first < s.length; first += ROWS) {
-        int rows = std::min(ROWS, s.length - first), seen = columns(first + rows);
-        take_queries(window, head, first, rows);
+      for (int first = 0; first < length; first += ROWS) {
+        int rows = std::min(ROWS, length - first), seen = columns(first + rows);
+        take_queries(head, first, rows);
         products(across(q, q_low, ROWS, width, width), kt.data(), seen, weights.data());
         T sums[ROWS];
         for (int i = 0; i < rows; ++i) {
@@ -235,12 +240,12 @@ template <class S, int SIZE> class Group {
             put(to + j, each, N);
           });
           sums[i] = total<T>(sum);
-          lse[(size_t(window) * s.heads + head) * s.length + first + i] = most + std::log(sums[i]);
+          lse[at(first + i, head)] = most + std::log(sums[i]);
         }
         std::fill(out.begin(), out.end(), T(0));
         mix(weights_low.data(), keys / K, 1, value_rows, first + rows, out.data());
         for (int i = 0; i < rows; ++i) {
-          S* to = attended + ((size_t(window) * s.length + first + i) * s.heads + head) * size;
+          S* to = attended + at(first + i, head) * size;
           const T* from = &out[size_t(i) * width];
           T factor = 1 / sums[i];
           pieces<T>(length_of_head(), [&](int d, auto n) { put(to + d, some(from + d, n) * factor, n); });
@@ -251,19 +256,18 @@ template <class S, int SIZE> class Group {
   // grad_gains (nh + nkv, hs) of this window; the rows of these heads are written.
   void backward(int window, int key_head, const S* attended, const T* lse, const S* grad_attended, S* grad_heads,
                 T* grad_gains) {
-    take_keys(window, key_head, true);
-    std::fill(grad_k.begin(), grad_k.end(), T(0));
-    std::fill(grad_v.begin(), grad_v.end(), T(0));
+    enter(window);
+    take_keys(key_head, true);
+    for (auto* each : {&grad_k, &grad_v}) std::fill_n(each->begin(), size_t(rounded_up(length, ROWS)) * width, T(0));
     for (int head = key_head * s.group(); head < (key_head + 1) * s.group(); ++head) {
       std::fill_n(grad_gains + size_t(head) * size, size, T(0));
-      for (int first = 0; first < s.length; first += BLOCK) {
-        int rows = std::min(BLOCK, s.length - first), seen = columns(first + rows), padded = rounded_up(rows, ROWS);
-        take_queries(window, head, first, rows);
+      for (int first = 0; first < length; first += BLOCK) {
+        int rows = std::min(BLOCK, length - first), seen = columns(first + rows), padded = rounded_up(rows, ROWS);
+        take_queries(head, first, rows);
         T dots[BLOCK];
         for (int i = 0; i < rows; ++i) {
-          size_t at = ((size_t(window) * s.length + first + i) * s.heads + head) * size;
-          copy(attended + at, other.data());
-          copy(grad_attended + at, &grad[size_t(i) * width]);
+          copy(attended + at(first + i, head) * size, other.data());
+          copy(grad_attended + at(first + i, head) * size, &grad[size_t(i) * width]);
           dots[i] = dot_of(&grad[size_t(i) * width], other.data(), length_of_head());
         }
         const Unit* its_q = across(q, q_low, padded, width, width);
@@ -275,7 +279,7 @@ template <class S, int SIZE> class Group {
         for (int i = 0; i < padded; ++i) {
           T *its = &weights[size_t(i) * keys], *its_grads = &grads[size_t(i) * keys];
           T dot = i < rows ? dots[i] : T(0);
-          T shift = i < rows ? lse[(size_t(window) * s.heads + head) * s.length + first + i] : T(0);
+          T shift = i < rows ? lse[at(first + i, head)] : T(0);
           exponentials(its, i < rows ? first + i + 1 : 0, seen, shift, [&](int j, Reg<T> each) {
             store(its + j, each);
             store(its_grads + j, each * (load(its_grads + j) - dot));
@@ -293,13 +297,13 @@ template <class S, int SIZE> class Group {
           mix(weights_down + size_t(j) * K, 1, keys, its_grad, rows, &grad_v[size_t(j) * width]);
         }
         for (int i = 0; i < rows; ++i)
-          turn_back(window, first + i, head, &grad_q[size_t(i) * width], grad_heads, grad_gains);
+          turn_back(first + i, head, &grad_q[size_t(i) * width], grad_heads, grad_gains);
       }
     }
     std::fill_n(grad_gains + size_t(s.heads + key_head) * size, size, T(0));
-    for (int t = 0; t < s.length; ++t) {
-      turn_back(window, t, s.heads + key_head, &grad_k[size_t(t) * width], grad_heads, grad_gains);
-      copy(&grad_v[size_t(t) * width], grad_heads + place(window, t, s.heads + s.key_heads + key_head));
+    for (int t = 0; t < length; ++t) {
+      turn_back(t, s.heads + key_head, &grad_k[size_t(t) * width], grad_heads, grad_gains);
+      copy(&grad_v[size_t(t) * width], grad_heads + place(t, s.heads + s.key_heads + key_head));
     }
   }
 
@@ -308,7 +312,8 @@ template <class S, int SIZE> class Group {
   const int size;
   const S* heads;
   const T *gains, *cos, *sin;
-  int width, keys;  // of a head, and of a row of scores, with their padding of zeros
+  int width, keys;    // of a head, and of a row of scores, with their padding of zeros
+  int start, length;  // of the window
   std::vector<T> k, v, grad_k, grad_v;             // (keys, width)
   std::vector<T> q, grad, out, grad_q;             // (BLOCK, width)
   std::vector<T> weights, grads;                   // (BLOCK, keys)
@@ -318,7 +323,9 @@ template <class S, int SIZE> class Group {
   std::vector<Unit> weights_low;                   // the attention weights of the forward as factors
   std::vector<Unit> k_low, v_low, q_low, grad_low, grads_low;  // as pairs, across or down
 
-  size_t place(int window, int t, int head) const { return ((size_t(window) * s.length + t) * s.all() + head) * size; }
+  void enter(int window) { start = s.starts[window], length = s.starts[window + 1] - start; }
+  size_t place(int t, int head) const { return (size_t(start + t) * s.all() + head) * size; }
+  size_t at(int t, int head) const { return size_t(start + t) * s.heads + head; }
   int columns(int seen) const { return rounded_up(seen, TILE); }
   int length_of_head() const { return SIZE ? SIZE : size; }
 
@@ -341,11 +348,11 @@ template <class S, int SIZE> class Group {
   }
 
   // A query or key head: normalized, multiplied by its gain, rotated.
-  void turn(int window, int t, int head, T* __restrict to) {
+  void turn(int t, int head, T* __restrict to) {
     const int n = length_of_head(), half = n / 2;
     const T *gain = gains + size_t(head) * n, *c = cos + size_t(t) * n, *its_sin = sin + size_t(t) * n;
     T* __restrict y = normed.data();
-    copy(heads + place(window, t, head), to);
+    copy(heads + place(t, head), to);
     normalize(to, y);
     for (int d = 0; d < n; ++d) y[d] *= gain[d];
     for (int d = 0; d < half; ++d) {
@@ -355,12 +362,12 @@ template <class S, int SIZE> class Group {
   }
 
   // The gradients of the head and of its gain, given that of what `turn` wrote.
-  void turn_back(int window, int t, int head, const T* __restrict grad, S* grad_heads, T* grad_gains) {
+  void turn_back(int t, int head, const T* __restrict grad, S* grad_heads, T* grad_gains) {
     const int n = length_of_head(), half = n / 2;
     const T *gain = gains + size_t(head) * n, *c = cos + size_t(t) * n, *its_sin = sin + size_t(t) * n;
     T *__restrict y = normed.data(), *__restrict to = row.data();
     T* __restrict of_gain = grad_gains + size_t(head) * n;
-    copy(heads + place(window, t, head), other.data());
+    copy(heads + place(t, head), other.data());
     T scale = normalize(other.data(), y);
     for (int d = 0; d < half; ++d) {
       to[d] = grad[d] * c[d] + grad[d + half] * its_sin[d + half];
@@ -370,32 +377,32 @@ template <class S, int SIZE> class Group {
     for (int d = 0; d < n; ++d) to[d] *= gain[d];
     T mean = dot_of(to, y, n) / n;
     for (int d = 0; d < n; ++d) to[d] = scale * (to[d] - y[d] * mean);
-    copy(to, grad_heads + place(window, t, head));
+    copy(to, grad_heads + place(t, head));
   }
 
   // What the products of a group take of its keys and values; what only the backward needs, if it `is_backward`.
-  void take_keys(int window, int key_head, bool is_backward) {
-    for (int t = 0; t < s.length; ++t) {
-      turn(window, t, s.heads + key_head, &k[size_t(t) * width]);
-      copy(heads + place(window, t, s.heads + s.key_heads + key_head), &v[size_t(t) * width]);
+  void take_keys(int key_head, bool is_backward) {
+    for (int t = 0; t < length; ++t) {
+      turn(t, s.heads + key_head, &k[size_t(t) * width]);
+      copy(heads + place(t, s.heads + s.key_heads + key_head), &v[size_t(t) * width]);
     }
-    transpose(across(k, k_low, keys, width, width), kt);
+    transpose(across(k, k_low, length, width, width), kt);
     if (is_backward) {
-      transpose(across(v, v_low, keys, width, width), vt);
-      key_rows = down(k, k_low, keys, width, width);
+      transpose(across(v, v_low, length, width, width), vt);
+      key_rows = down(k, k_low, rounded_up(length, K), width, width);
     } else {
-      value_rows = down(v, v_low, keys, width, width);
+      value_rows = down(v, v_low, rounded_up(length, K), width, width);
     }
   }
 
   void transpose(const Unit* from, std::vector<Unit>& to) const {
-    for (int t = 0; t < s.length; ++t)
+    for (int t = 0; t < length; ++t)
       for (int d = 0; d < length_of_head() / K; ++d)
         std::memcpy(&to[(size_t(d) * keys + t) * K], from + size_t(t) * width + d * K, sizeof(Factor));
   }
 
-  void take_queries(int window, int head, int first, int rows) {
-    for (int i = 0; i < rows; ++i) turn(window, first + i, head, &q[size_t(i) * width]);
+  void take_queries(int head, int first, int rows) {
+    for (int i = 0; i < rows; ++i) turn(first + i, head, &q[size_t(i) * width]);
   }
 
   // The first n columns, a multiple of N, of `rows` rows of `columns` as factors, in `low` where these are pairs.
@@ -609,15 +616,17 @@ bool rms_norm_backward(int rows, int width, int threads, const T* x, const T* sc
 
 #define EXPORTED extern "C" __attribute__((visibility("default"))) bool
 #define FUNCTIONS(S, name)                                                                                            \
-  EXPORTED attention_##name(const int32_t* sizes, double eps, const S* heads, const Computed<S>* gains,              \
-                            const Computed<S>* cos, const Computed<S>* sin, S* attended, Computed<S>* lse) {          \
-    return attention<S, Computed<S>>({sizes, eps}, heads, gains, cos, sin, attended, lse);                            \
+  EXPORTED attention_##name(const int32_t* sizes, double eps, const int32_t* starts, const S* heads,                  \
+                            const Computed<S>* gains, const Computed<S>* cos, const Computed<S>* sin, S* attended,    \
+                            Computed<S>* lse) {                                                                       \
+    return attention<S, Computed<S>>({sizes, eps, starts}, heads, gains, cos, sin, attended, lse);                    \
   }                                                                                                                   \
-  EXPORTED attention_backward_##name(const int32_t* sizes, double eps, const S* heads, const Computed<S>* gains,     \
-                                     const Computed<S>* cos, const Computed<S>* sin, const S* attended,               \
-                                     const Computed<S>* lse, const S* grad, S* grad_heads, Computed<S>* grad_gains) { \
-    return attention_backward<S, Computed<S>>({sizes, eps}, heads, gains, cos, sin, attended, lse, grad, grad_heads,  \
-                                              grad_gains);                                                            \
+  EXPORTED attention_backward_##name(const int32_t* sizes, double eps, const int32_t* starts, const S* heads,         \
+                                     const Computed<S>* gains, const Computed<S>* cos, const Computed<S>* sin,        \
+                                     const S* attended, const Computed<S>* lse, const S* grad, S* grad_heads,         \
+                                     Computed<S>* grad_gains) {                                                       \
+    return attention_backward<S, Computed<S>>({sizes, eps, starts}, heads, gains, cos, sin, attended, lse, grad,      \
+                                              grad_heads, grad_gains);                                                \
   }                                                                                                                   \
   EXPORTED swiglu_##name(const int32_t* sizes, const S* inner, S* hidden) {                                           \
     return swiglu<S>(sizes[0], sizes[1], sizes[2], inner, hidden);                                                    \
@@ -632,7 +641,7 @@ bool rms_norm_backward(int rows, int width, int threads, const T* x, const T* sc
                                     const S* grad_normed, const Computed<S>* grad, Computed<S>* grad_x) {             \
     return rms_norm_backward<S, Computed<S>>(sizes[0], sizes[1], sizes[2], x, scale, grad_normed, grad, grad_x);      \
   }
-extern "C" __attribute__((visibility("default"))) int fused_version() { return 2; }  // of fused.py
+extern "C" __attribute__((visibility("default"))) int fused_version() { return 3; }  // of fused.py
 FUNCTIONS(float, float32)
 FUNCTIONS(double, float64)
 FUNCTIONS(BFloat16, bfloat16)

@@ -4,7 +4,7 @@ On a CPU, autograd spends most of a small model's step between the matrix produc
 dtype conversions and saved intermediates. Here each half block is one autograd function with few passes over memory;
 norm gains are folded into the weights that follow, the residual addition is included, and norms, attention and SwiGLU
 are C++ (fused.cpp), or torch's operations where that was not compiled. It computes `GPT.forward` without a cache, for
-texts no longer than the attention window.
+texts no longer than the attention window. Texts of different lengths need no padding: they lie one after another.
 
 Knows nothing about optimizers or data.
 """
@@ -26,7 +26,10 @@ from training.messages import Refusal
 
 
 class FusedForward:
-    """idx (B, T) -> logits (B, T, V), T at most block_size; differentiable through autograd.
+    """idx (B, T) -> logits (B, T, V); differentiable through autograd. Each row is a text of its own.
+
+    With `lengths`, the ids of all rows are texts of these lengths, one after another: each starts at position 0 and
+    attends to itself alone. No text is longer than block_size.
 
     Products with weights, the head's excepted, take and give `dtype`; the residual stream, what is computed between
     products, and the parameters and their gradients are float64 where that is, else float32. On a CPU that multiplies
@@ -36,27 +39,31 @@ class FusedForward:
     def __init__(self, model: GPT, dtype: torch.dtype):
         self.model, self.dtype = model, dtype
 
-    def __call__(self, idx: Tensor, stream: list[Tensor] | None = None) -> Tensor:
+    def __call__(self, idx: Tensor, lengths: Tensor | None = None, stream: list[Tensor] | None = None) -> Tensor:
         """stream: gets the embedding and what each half block adds it to, (B, T, C) each."""
+        if lengths is None:
+            lengths = torch.full((idx.size(0),), idx.size(1))
         with torch.autocast("cpu", enabled=False):  # dtypes are explicit here
-            return self._forward(idx, [] if stream is None else stream)
+            return self._forward(idx, lengths, [] if stream is None else stream)
 
-    def _forward(self, idx: Tensor, stream: list[Tensor]) -> Tensor:
+    def _forward(self, idx: Tensor, lengths: Tensor, stream: list[Tensor]) -> Tensor:
         model, config = self.model, self.model.config
-        T = idx.size(1)
-        assert T <= config.block_size, "longer texts need the band of GPT.forward"
+        longest = int(lengths.max())
+        assert longest <= config.block_size, "longer texts need the band of GPT.forward"
+        assert lengths.min() > 0 and lengths.sum() == idx.numel(), "fused.cpp is given pointers"
         computed = torch.float64 if self.dtype == torch.float64 else torch.float32
         assert model.head.weight.dtype == computed, "fused.cpp is given pointers"
         p = config.dropout if model.training else 0.0
         x = model.embed(idx)
-        cos, sin = rope_angles(torch.arange(T), config, x.dtype)
+        cos, sin = rope_angles(torch.arange(longest), config, x.dtype)
+        starts = F.pad(lengths.cumsum(0), (1, 0)).int()
         stream.append(x)
         for block in model.blocks:
             assert isinstance(block, Block)
             attn, mlp = block.attn, block.mlp
             x = _Attention.apply(
                 x, block.attn_norm.weight, attn.qkv.weight, attn.q_norm.weight, attn.k_norm.weight, attn.proj.weight,
-                (cos, sin, config.norm_eps, p, self.dtype),
+                (starts, cos, sin, config.norm_eps, p, self.dtype),
             )  # fmt: skip
             stream.append(x)
             x = _SwiGLU.apply(
@@ -99,7 +106,7 @@ def _dropout(y: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     return y * factors, factors
 
 
-VERSION = 2  # of the functions of fused.cpp
+VERSION = 3  # of the functions of fused.cpp
 
 
 @functools.cache
@@ -139,28 +146,27 @@ def _call(name: str, dtype: torch.dtype, sizes: tuple[int, ...], *arguments: Ten
 class _Heads:
     """Attention between the product that gives queries, keys and values and the one that takes what was attended.
 
-    heads (B, T, nh + 2 nkv, hs): queries, then keys, then values, in the products' dtype. gains (nh + nkv, hs): those
-    of the norms of queries, times 1 / √hs, and of keys. cos, sin (T, hs): as of rope_angles.
+    starts (texts + 1,): the first row of each text, then the number of rows. heads (rows, nh + 2 nkv, hs): queries,
+    then keys, then values, in the products' dtype. gains (nh + nkv, hs): those of the norms of queries, times 1 / √hs,
+    and of keys. cos, sin (longest, hs): as of rope_angles.
     """
 
-    def __init__(self, heads: Tensor, gains: Tensor, cos: Tensor, sin: Tensor, nh: int, eps: float):
-        self.inputs, self.nh, self.eps = (heads.contiguous(), gains.contiguous(), cos, sin), nh, eps
-        B, T, _, hs = heads.size()
-        self.sizes = (B, T, nh, len(gains) - nh, hs)
+    def __init__(self, starts: Tensor, heads: Tensor, gains: Tensor, cos: Tensor, sin: Tensor, nh: int, eps: float):
+        self.inputs, self.nh, self.eps = (starts, heads.contiguous(), gains.contiguous(), cos, sin), nh, eps
+        self.sizes = (len(starts) - 1, len(cos), nh, len(gains) - nh, heads.size(2))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Attended values (B, T, nh, hs), and what the backward needs beside them."""
-        heads, gains = self.inputs[:2]
-        B, T, nh, _, hs = self.sizes
-        attended, lse = heads.new_empty(B, T, nh, hs), gains.new_empty(B, nh, T)
+        """Attended values (rows, nh, hs), and what the backward needs beside them."""
+        _, heads, gains, *_ = self.inputs
+        attended, lse = heads.new_empty(len(heads), self.nh, heads.size(2)), gains.new_empty(len(heads), self.nh)
         if not _call("attention", heads.dtype, self.sizes, self.eps, *self.inputs, attended, lse):
             attended = self._by_torch(heads, gains)
         return attended, lse
 
     def backward(self, attended: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of heads and of gains, given that of the attended values."""
-        heads, gains = self.inputs[:2]
-        grad_heads, grad_gains = torch.empty_like(heads), gains.new_empty(heads.size(0), *gains.size())
+        _, heads, gains, *_ = self.inputs
+        grad_heads, grad_gains = torch.empty_like(heads), gains.new_empty(self.sizes[0], *gains.size())
         given = (*self.inputs, attended, lse, grad.contiguous())
         if _call("attention_backward", heads.dtype, self.sizes, self.eps, *given, grad_heads, grad_gains):
             return grad_heads, grad_gains.sum(0)
@@ -169,16 +175,18 @@ class _Heads:
             return torch.autograd.grad(self._by_torch(heads, gains), (heads, gains), grad)  # type: ignore[return-value]
 
     def _by_torch(self, heads: Tensor, gains: Tensor) -> Tensor:
-        _, _, cos, sin = self.inputs
+        """Texts in rows of their own, padded on the right, where a causal model sees no effect of it."""
+        starts, _, _, cos, sin = self.inputs
         nqk, hs = gains.size()
-        qkv = heads.to(gains.dtype)
+        lengths = starts.diff().tolist()
+        qkv = torch.nn.utils.rnn.pad_sequence(heads.to(gains.dtype).split(lengths), batch_first=True)
         qk = torch.rms_norm(qkv[:, :, :nqk], (hs,), None, self.eps) * gains
         qk = (qk * cos[:, None]).addcmul(qk.roll(hs // 2, -1), sin[:, None]).transpose(1, 2)
         v = qkv[:, :, nqk:].transpose(1, 2)
         y = F.scaled_dot_product_attention(
             qk[:, : self.nh], qk[:, self.nh :], v, is_causal=True, scale=1.0, enable_gqa=True
-        )
-        return y.transpose(1, 2).to(heads.dtype).contiguous()
+        ).transpose(1, 2)
+        return torch.cat([row[:length] for row, length in zip(y, lengths, strict=True)]).to(heads.dtype)
 
 
 class _Attention(torch.autograd.Function):
@@ -188,16 +196,16 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gain: Tensor, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, proj: Tensor, rest: Any
     ) -> Tensor:
-        cos, sin, eps, p, dtype = rest
+        starts, cos, sin, eps, p, dtype = rest
         B, T, C = x.size()
         hs = q_gain.numel()
         nh, nkv = C // hs, (qkv.size(0) - C) // hs // 2
         x = x.reshape(B * T, C).contiguous()
         normed, scale = _normalize(x, eps, dtype)
         folded, proj_low = (qkv * gain).to(dtype), proj.to(dtype)
-        heads = (normed @ folded.mT).view(B, T, nh + 2 * nkv, hs)
+        heads = (normed @ folded.mT).view(B * T, nh + 2 * nkv, hs)
         gains = torch.cat((q_gain.expand(nh, hs) * hs**-0.5, k_gain.expand(nkv, hs)))
-        core, ctx.eps = _Heads(heads, gains, cos, sin, nh, eps), eps
+        core, ctx.eps = _Heads(starts, heads, gains, cos, sin, nh, eps), eps
         attended, lse = core.forward()
         y, factors = _dropout(attended.view(B * T, C) @ proj_low.mT, p)
         ctx.save_for_backward(x, scale, normed, attended, lse, factors, gain, qkv, folded, proj_low, *core.inputs)
@@ -206,14 +214,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, normed, attended, lse, factors, gain, qkv, folded, proj_low, *inputs = ctx.saved_tensors
+        starts, heads, gains, cos, sin = inputs
         B, T, C = grad.size()
-        nh, hs = attended.size()[2:]
+        nh, hs = attended.size()[1:]
         grad = grad.reshape(B * T, C).contiguous()
         grad_y = grad.to(proj_low.dtype) if factors is None else grad.to(proj_low.dtype) * factors
         grad_proj = grad_y.mT @ attended.view(B * T, C)
         grad_attended = (grad_y @ proj_low).view_as(attended)
-        heads, gains, cos, sin = inputs
-        core = _Heads(heads, gains, cos, sin, nh, ctx.eps)
+        core = _Heads(starts, heads, gains, cos, sin, nh, ctx.eps)
         grad_heads, grad_gains = core.backward(attended, lse, grad_attended)
         grad_heads = grad_heads.view(B * T, -1)
         grad_gain, grad_qkv = _fold_backward(grad_heads.mT @ normed, qkv, gain)

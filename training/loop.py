@@ -47,6 +47,7 @@ from training.data import (
     Part,
     WindowSampler,
     micro_batches,
+    packed,
     record_pieces,
     sampler_of,
     two_halves,
@@ -329,18 +330,22 @@ class Run:
 
         def learn(parts: list[Part]) -> Tensor:
             total = torch.zeros((), device=self.device)
-            for inputs, targets in parts:
+            for inputs, targets, *lengths in parts:
                 expected = None
                 if self.table is not None:
                     expected = self.to_device(self.table[torch.from_numpy(inputs)])
                     inputs = corpus.train[inputs].astype(np.int64)
-                total = total + self.loss(self.to_device(inputs), self.to_device(targets), expected) / count
+                idx, following = self.to_device(inputs), self.to_device(targets)
+                total = total + self.loss(idx, following, expected, *map(torch.from_numpy, lengths)) / count
             total.backward()
             return total.detach()
 
-        cells = config.tokens_per_step // (world.size * config.accumulate * (2 if self.halves else 1))  # at once
         own = slice(world.rank, None, world.size)
-        parts = micro_batches(batch[0][own], batch[1][own], cells)
+        inputs, targets, number = batch[0][own], batch[1][own], config.accumulate * (2 if self.halves else 1)
+        if config.records and isinstance(self.forward, FusedForward):
+            parts = packed(inputs, targets, number)
+        else:
+            parts = list(micro_batches(inputs, targets, config.tokens_per_step // (world.size * number)))
         if self.halves:
             losses = self.halves.map(learn, two_halves(parts))
         else:
@@ -385,16 +390,16 @@ class Run:
             + (" or --dtype float32" if config.dtype == "bfloat16" else "")
         )
 
-    def loss(self, idx: Tensor, targets: Tensor, expected: Tensor | None = None) -> Tensor:
+    def loss(self, idx: Tensor, targets: Tensor, expected: Tensor | None = None, *lengths: Tensor) -> Tensor:
         """Summed loss of idx (B, T) against targets (B, T), which may be IGNORED, or against the teachers there.
 
-        expected: what these predict, (B, T, V), if it is known.
+        expected: what these predict, (B, T, V), if it is known. lengths: as of FusedForward, which takes packed rows.
         """
         with autocast(self.config):
-            logits = self.forward(idx)  # (B, T, V)
+            logits = self.forward(idx, *lengths)  # (B, T, V)
         if self.teachers:
             if expected is None:
-                expected = self.teachers(idx) * (targets != IGNORED)[..., None]
+                expected = self.teachers(idx, *lengths) * (targets != IGNORED)[..., None]
             return F.cross_entropy(logits.float().flatten(0, 1), expected.float().flatten(0, 1), reduction="sum")
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 

@@ -80,7 +80,7 @@ def _randomized(config: GPTConfig) -> GPT:
 def _through_fused(model: GPT, dtype: torch.dtype, idx: Tensor) -> Named:
     stream: list[Tensor] = []
     forward = FusedForward(model, dtype)
-    found = _computed(model, lambda inputs: forward(inputs, stream), idx)
+    found = _computed(model, lambda inputs: forward(inputs, stream=stream), idx)
     names = ("embed", *(f"blocks.{i}.{half}" for i in range(len(model.blocks)) for half in ("attn", "mlp")))
     return {f"the output of {name}": x.detach() for name, x in zip(names, stream, strict=True)} | found
 

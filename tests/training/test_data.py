@@ -393,6 +393,27 @@ def test_a_padded_batch_is_cut_into_parts_of_bounded_size():
     assert sum((its_targets >= 0).sum() for _, its_targets in parts) == sum(lengths)
 
 
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=40), st.integers(1, 4))
+def test_a_batch_is_packed_without_its_padding(lengths, count):
+    targets = np.array([[n] * n + [-1] * (90 - n) for n in lengths])
+    idx = np.where(targets < 0, 0, targets + np.arange(90))
+    parts, rows = data.packed(idx, targets, count), []
+    assert len(parts) == min(count, len(lengths))
+    for its_idx, its_targets, its_lengths in parts:
+        assert its_idx.shape == its_targets.shape == (1, its_lengths.sum()) and its_idx.size % data.PACK == 0
+        assert 0 < its_lengths.min() and its_lengths.max() <= max(lengths)
+        for start, length in zip(np.cumsum(its_lengths) - its_lengths, its_lengths, strict=True):
+            row, following = its_idx[0, start : start + length], its_targets[0, start : start + length]
+            if following[0] >= 0:
+                assert (following == length).all() and (row == length + np.arange(length)).all()
+                rows.append(length)
+            else:
+                assert (following == data.IGNORED).all() and (row == 0).all()
+    assert sorted(rows) == sorted(lengths)
+    sizes = [its_idx.size for its_idx, *_ in parts]
+    assert max(sizes) - min(sizes) < max(lengths) + 2 * data.PACK or len(lengths) < count
+
+
 @pytest.mark.parametrize(
     ("text", "records", "expected"),
     [

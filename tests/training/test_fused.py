@@ -102,14 +102,47 @@ def test_gradients_are_as_accurate_as_autograd_and_autocast(library, dtype, fiel
         assert error < 2 * expected + slack, (name, error, expected)
 
 
+# Fewer and more than a block of queries, and of keys. The longest is in the middle: what it leaves must not count.
+LENGTHS = [3, 1, 17, 70, 8, 1, 33, 7]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n_embd": 128, "n_kv_head": 1}, {"n_embd": 128, "n_head": 2}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_packed_texts_give_the_loss_and_gradients_of_each_in_a_row_of_its_own(library, fields, dtype):
+    exact = some_model(block_size=70, **fields)
+    texts = [torch.randint(11, (length + 1,)) for length in LENGTHS]
+
+    def found(model, logits_of_texts) -> dict[str, Tensor]:
+        model.zero_grad()
+        targets = torch.cat([text[1:] for text in texts])
+        loss = F.cross_entropy(logits_of_texts().to(exact.head.weight.dtype), targets)
+        loss.backward()
+        return {"loss": loss.detach()} | {name: p.grad.double() for name, p in model.named_parameters()}
+
+    def in_rows(forward):
+        return lambda: torch.cat([forward(text[None, :-1])[0] for text in texts])
+
+    expected = found(exact, in_rows(exact))
+    model = some_model(block_size=70, **fields).to(exact.head.weight.dtype if dtype == torch.float64 else torch.float32)
+    forward = FusedForward(model, dtype)
+    idx = torch.cat([text[:-1] for text in texts])
+    packed = found(model, lambda: forward(idx.view(2, -1), torch.tensor(LENGTHS)).flatten(0, 1))
+    alone = found(model, in_rows(forward))
+    for name, value in expected.items():
+        scale = value.norm()
+        error, of_rows = ((each[name] - value).norm() / scale for each in (packed, alone))
+        assert error < {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 2 * of_rows + 0.01), name
+
+
 @pytest.mark.parametrize("library", LIBRARIES, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_librarys_results_do_not_depend_on_the_number_of_threads(library, dtype):
-    heads, grad, cos = torch.randn(5, 40, 8, 32).to(dtype), torch.randn(5, 40, 4, 32).to(dtype), torch.rand(40, 32)
+    heads, grad, cos = torch.randn(200, 8, 32).to(dtype), torch.randn(200, 4, 32).to(dtype), torch.rand(60, 32)
+    starts = torch.tensor([0, 40, 41, 100, 160, 200], dtype=torch.int32)
     x, found = torch.randn(2000, 300), []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        each = fused._Heads(heads, torch.full((6, 32), 0.7), cos, cos, 4, 1e-6)
+        each = fused._Heads(starts, heads, torch.full((6, 32), 0.7), cos, cos, 4, 1e-6)
         attended, lse = each.forward()
         (normed, scale), hidden = fused._normalize(x, 0.0, dtype), torch.empty(2000, 150, dtype=dtype)
         grad_x = torch.empty_like(normed)

@@ -27,13 +27,13 @@ from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
-from tests.helpers import call, random_model
+from tests.helpers import call, random_model, save_random
 from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, crash, events, flags, resume, start, tiny, weights
 from training import fused, jobs, loop
 from training.config import ConfigError, TrainConfig
-from training.data import prepare, record_pieces, sampler_of, window_pieces
-from training.device import suitable_dtype
+from training.data import PACK, prepare, record_pieces, sampler_of, window_pieces
+from training.device import resolve_auto, suitable_dtype
 from training.distributed import World
 from training.evaluate import (
     baselines,
@@ -507,6 +507,51 @@ def test_records_are_trained_on_and_scored_alone(tmp_path, capsys):
     unseen = split_losses(model, corpus.val, True, train)["unseen"]
     assert unseen == pytest.approx(sum(each[1:]) / (len(corpus.val) - len(texts[0])), rel=1e-4)
     assert checkpoint.training["characters_seen"] < 60 * 8 * 7
+
+
+@pytest.mark.parametrize("changes", [{}, {"threads": 2}, {"accumulate": 3}, {"teachers": True, "threads": 2}])
+def test_packed_records_are_learned_from_as_padded_ones_are(tmp_path, changes):
+    """Through autograd each is in a row of its own: every gradient of a step is the same."""
+    chance, found = random.Random(0), []
+    lines = ["".join(chance.choices("abc", k=chance.randint(1, 9))) for _ in range(300)]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    if "teachers" in changes:
+        save_random(tmp_path / "teacher", "\nabc")
+        changes = {**changes, "teachers": str(tmp_path / "teacher")}
+    for fused in ("auto", "false"):
+        fields = {"dropout": 0.0, "dtype": "float32", "batch_size": 12, **changes}
+        config = tiny(tmp_path, **fields, records=True, fused=fused)
+        corpus = prepare(config.data, records=True)
+        run = Run(config, resolve_auto(config, 1), corpus, tmp_path / "out", World())
+        run.received, shapes, loss_of = [], [], run.loss
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in run.model.parameters():  # the projections of a new model are zero
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+
+        def loss(idx, targets, expected, *lengths, loss_of=loss_of, shapes=shapes):
+            shapes.append((tuple(idx.size()), len(lengths)))
+            return loss_of(idx, targets, expected, *lengths)
+
+        run.loss = loss
+        found.append((run.step(), run.gradients.all.clone(), shapes))
+    (loss, gradients, packed), (expected_loss, expected, padded) = found
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    torch.testing.assert_close(gradients[:-5], expected[:-5], rtol=1e-4, atol=1e-5 * expected[:-5].abs().max().item())
+    assert len(packed) == changes.get("accumulate", changes.get("threads", 1))
+    assert all(rows == 1 and length % PACK == 0 and given == 1 for (rows, length), given in packed)
+    assert max(rows for (rows, _), _ in padded) > 1 and not any(given for _, given in padded)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_crash_on_records_resumes_to_the_same_bytes(tmp_path, dropout):
+    (tmp_path / "text.txt").write_text("\n".join(TEXT.split()))
+    config = tiny(tmp_path, records=True, dropout=dropout, threads=2)
+    start(config, tmp_path / "uninterrupted")
+    with crash(9):
+        start(config, tmp_path / "out")
+    resume(tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize("name", ["last", "best"])
