@@ -518,9 +518,9 @@ def test_packed_records_are_learned_from_as_padded_ones_are(tmp_path, changes):
     if "teachers" in changes:
         save_random(tmp_path / "teacher", "\nabc")
         changes = {**changes, "teachers": str(tmp_path / "teacher")}
-    for fused in ("auto", "false"):
+    for path in ("auto", "false"):
         fields = {"dropout": 0.0, "dtype": "float32", "batch_size": 12, **changes}
-        config = tiny(tmp_path, **fields, records=True, fused=fused)
+        config = tiny(tmp_path, **fields, records=True, fused=path)
         corpus = prepare(config.data, records=True)
         run = Run(config, resolve_auto(config, 1), corpus, tmp_path / "out", World())
         run.received, shapes, loss_of = [], [], run.loss
