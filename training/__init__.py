@@ -5,6 +5,7 @@ The modules, in the order a run uses them:
     __main__.py     the commands and their flags
     config.py       the settings of a run, and the presets
     recipe.py       what a small text decides instead of the preset
+    plan.py         what --minutes decides instead of the preset
     data.py         text to memory-mapped character ids; the split; the order of the windows
     jobs.py         `train`, from its flags to the loop: starts and resumes runs
     inputs.py       the checkpoints, texts and patterns that a command is given
@@ -16,7 +17,8 @@ The modules, in the order a run uses them:
     fused.py, .cpp  the model's forward and backward, hand-written for CPUs
     selfcheck.py    whether fused.py, the checkpoints and the service still fit gpt.py
     optim.py        Muon for the hidden matrices, AdamW for the rest, and their schedules
-    loop.py         the training loop: steps, evaluations, saves, signals, the final report
+    run.py          the state of a run, its folder, and what it prints
+    loop.py         the training loop: steps, the loss, evaluations, the final report
     evaluate.py     windowed and streamed losses, baselines
     speed.py        speed as a share of the machine's matrix-product peak
     display.py      progress, tables, curves
@@ -25,6 +27,9 @@ The modules, in the order a run uses them:
     saving.py       checkpoints, as the service reads them
     folders.py      folders, replaced atomically
     messages.py     wording that commands share
+
+The loss is Run.loss in loop.py, a step Run.step. The schedules of learning rate, momentum and weight decay are at the end
+of optim.py, that of the windows is TrainConfig.window_at in config.py.
 
 sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name;
 examination.py is what report says.

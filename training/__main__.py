@@ -226,7 +226,7 @@ def main() -> int:
     from service.model.checkpoint import CheckpointError
     from service.model.tokenizer import UnknownCharacterError
     from training.distributed import LostProcessError
-    from training.loop import InterruptedRun
+    from training.run import InterruptedRun
 
     try:
         importlib.import_module(args.module).command(args)

@@ -26,10 +26,11 @@ from training.distributed import World
 from training.finetune import describe_origin, inherited, load_origin, refuse_short_text
 from training.folders import restore_folder
 from training.inputs import find_checkpoint
-from training.loop import DivergedError, InterruptedRun, Run
+from training.loop import Run
 from training.messages import plural, say
 from training.plan import Plan, measured_speed
 from training.recipe import SETTINGS, explanation, fitted
+from training.run import DivergedError, InterruptedRun
 from training.selfcheck import refuse_other_weights
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings

@@ -59,6 +59,16 @@ class Progress:
     log_bytes: int = 0  # length of the log at the save; later lines are cut off by a resumed run
     finished: bool = False
 
+    def count_step(self, loss: float, characters: int, position: int, cpu_seconds: float) -> None:
+        self.step += 1
+        self.characters += characters
+        self.position = position
+        self.loss_sum += loss
+        self.loss_steps += 1
+        self.interval_loss_sum += loss
+        self.interval_steps += 1
+        self.cpu_seconds += cpu_seconds
+
     def is_out_of_patience(self, config: TrainConfig) -> bool:
         """Whether `config.patience` evaluations have passed without a new best."""
         if not config.patience or self.best_step is None or self.evaluated_step is None:

@@ -15,7 +15,8 @@ from training.data import IGNORED, prepare, sampler_of
 from training.distill import Teachers
 from training.distributed import World
 from training.evaluate import whole_loss
-from training.loop import InterruptedRun, Run
+from training.loop import Run
+from training.run import InterruptedRun
 from training.state import ResumeError
 
 TEXT = "".join(random.Random(1).choices("abcd\n", weights=[8, 4, 2, 1, 1], k=4000))

@@ -30,7 +30,7 @@ from service.model.gpt import GPT
 from tests.helpers import call, random_model, save_random
 from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, crash, events, flags, resume, start, tiny, weights
-from training import fused, jobs, loop
+from training import fused, jobs
 from training.config import ConfigError, TrainConfig
 from training.data import PACK, prepare, record_pieces, sampler_of, window_pieces
 from training.device import resolve_auto, suitable_dtype
@@ -44,8 +44,9 @@ from training.evaluate import (
     stretches,
     whole_loss,
 )
-from training.loop import DivergedError, Run
+from training.loop import Run
 from training.recipe import SETTINGS, fitted
+from training.run import DivergedError
 from training.state import ResumeError, Saved
 
 CHAOS = [pytest.mark.chaos, pytest.mark.timeout(1800)]
@@ -154,7 +155,7 @@ def test_records_that_fit_the_window_are_scored_once():
 
 def test_scoring_is_bounded_by_the_training(tmp_path, monkeypatch):
     """It once took four minutes after 24 s."""
-    monkeypatch.setattr(loop, "MIN_SCORED", 30)
+    monkeypatch.setattr("training.run.MIN_SCORED", 30)
     config, outs = tiny(tmp_path), [tmp_path / name for name in ("auto", "all", "number")]
     for out, fields in zip(outs, ({}, {"score_chars": "all"}, {"score_chars": "100"}), strict=True):
         start(replace(config, **fields), out)
