@@ -354,14 +354,14 @@ def test_a_newcomer_and_one_that_returns_share_from_now_on():
     queue, ids = FairQueue(max_running=8), itertools.count()
 
     def run(count):
-        turns = Counter()
+        running = []
         for _ in range(count):
-            s = queue.pop()
-            turns[s.request.client] += 1
+            running.append(s := queue.pop())
             queue.charge(s, 8)
+        for s in running:
             s.num_run, s.finish_reason = 8, "length"
             queue.remove(s)
-        return turns
+        return Counter(s.request.client for s in running)
 
     def wait(client, count):
         for _ in range(count):
