@@ -60,6 +60,7 @@ class SharedState:
         self.pids = _OfEach("q", self._names)  # 0: it does not run
         self.pids["main"] = self.main_pid
         self.answering = _OfEach("b", self._names)  # HTTP processes that are connected to a worker
+        self._has_run = _OfEach("b", self._names)  # workers that were sent a sequence
         self.restarts = _OfEach("q", self._names)
         self._followed = _OfEach("q", self._names)  # 1 + the generation; 0: none yet
         self._failed = _OfEach("b", self._names)
@@ -74,7 +75,7 @@ class SharedState:
     # -- processes --
 
     def died(self, name: str) -> None:
-        for numbers in (self.pids, self._beats, self.answering, self._followed, self._failed):
+        for numbers in (self.pids, self._beats, self.answering, self._has_run, self._followed, self._failed):
             numbers[name] = 0
 
     def running(self) -> dict[str, int]:
@@ -88,6 +89,10 @@ class SharedState:
     def last_beat(self, name: str) -> float | None:
         """When a process last showed that it runs; None: it is starting."""
         return self._beats[name] or None
+
+    def has_served(self, name: str) -> bool:
+        """Whether a client may have caused its death: it accepts connections, or was sent a sequence."""
+        return bool(self._beats[name] and (name in self.http_names or self._has_run[name]))
 
     def is_responsive(self, name: str, seconds: float) -> bool:
         """Whether a process has started, and has shown within `seconds` that it runs."""
@@ -140,6 +145,8 @@ class SharedState:
     def assign(self, http: int, worker: int, change: int) -> None:
         """Count sequences that an HTTP process has in a worker."""
         self._outstanding[http * len(self.worker_names) + worker] += change
+        if change > 0:
+            self._has_run[self.worker_names[worker]] = True
 
     def load(self, worker: int) -> int:
         """Sequences that all HTTP processes have in a worker."""

@@ -45,9 +45,10 @@ class Watched:
 class Supervisor:
     """
     hang_seconds: a process without a heartbeat for so long is killed and replaced.
-    max_failed_starts: more deaths than this, each before the first heartbeat, are too many: of all processes within
-    `window_seconds`, or of one in a row. Other deaths are not counted, as one client may cause them again and again:
-    the service would end for all clients.
+    max_failed_starts: more failed starts than this are too many: of all processes within `window_seconds`, or of one in
+    a row. A start has failed if the process dies before its first heartbeat, or within SETTLED_SECONDS without having
+    served anybody. Other deaths are not counted, as one client may cause them again and again: the service would end
+    for all clients.
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class Supervisor:
         return now - max(last, self._patient_from) > self._hang_seconds
 
     def _bury(self, watched: Watched, now: float) -> None:
+        is_settled = now - watched.started_at >= SETTLED_SECONDS
         has_started = self._state.last_beat(watched.name) is not None
+        has_started = has_started and (is_settled or self._state.has_served(watched.name))
         self._state.died(watched.name)
         try:
             watched.died()
@@ -117,7 +120,7 @@ class Supervisor:
             self._count_failed_start(watched, now, what)
             return
         watched.failed_starts = 0
-        _schedule(watched, now, 0.0 if now - watched.started_at >= SETTLED_SECONDS else FIRST_PAUSE, what)
+        _schedule(watched, now, 0.0 if is_settled else FIRST_PAUSE, what)
         if watched.restart_at == now:
             self._restart(watched)
 

@@ -134,6 +134,7 @@ def test_processes_that_are_killed_again_and_again_are_replaced_and_the_queue_ke
 def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoint, temporary):
     """Not even if the service's own copy is altered. As no start succeeds, the service ends."""
     with serving(checkpoint.path, max_restarts=1) as server:
+        assert generate(server).status_code == 200  # otherwise the kill may count as a failed start
         (weights,) = temporary.glob("chargpt-*/checkpoint-*/model.safetensors")
         os.truncate(weights, 1000)
         server.worker().kill()
@@ -150,10 +151,11 @@ def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoin
 
 
 def given_up(now, start, message):
-    """The state of a supervisor once it has given up a process, by a clock of its own: the pauses take minutes."""
+    """Runs a supervisor until it has given up a process that `start`, which is given its state, starts. The clock is
+    its own: the pauses take minutes. Returns the state."""
     state = SharedState()
     supervisor = Supervisor(state, hang_seconds=10, max_failed_starts=9, window_seconds=300, clock=lambda: now[0])
-    supervisor.watch("worker-0", start, lambda: None, 600)
+    supervisor.watch("worker-0", lambda: start(state), lambda: None, 600)
     with pytest.raises(TooManyDeathsError, match=message):
         for _ in range(100_000):
             supervisor.check()
@@ -161,11 +163,15 @@ def given_up(now, start, message):
     return state
 
 
-def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end():
+@pytest.mark.parametrize("shows_that_it_runs", [False, True])
+def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end(shows_that_it_runs):
+    """A worker that died right after its first heartbeat was once replaced for ever, though it had served nobody."""
     times, now = [], [100.0]
 
-    def start():
+    def start(state):
         times.append(now[0])
+        if shows_that_it_runs:
+            state.beat("worker-0")
         return SimpleNamespace(pid=7, exitcode=-11, is_alive=lambda: False)
 
     state = given_up(now, start, r"worker-0 .* \(signal 11: Segmentation fault\): 10 failed starts of processes")
@@ -174,28 +180,33 @@ def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end():
     assert state.restarts["worker-0"] == 9
 
 
-def test_supervisor_never_gives_up_a_process_that_starts():
-    """Whatever one client does to it."""
+@pytest.mark.parametrize(
+    ("name", "seconds", "is_used"), [("http-0", 0, False), ("worker-0", 0, True), ("worker-0", 6, False)]
+)
+def test_supervisor_never_gives_up_a_process_that_serves(name, seconds, is_used):
+    """Whatever one client does to it; nor one that dies of itself now and then."""
     starts, now, state = [], [100.0], SharedState()
 
     def start():
         starts.append(now[0])
-        state.beat("http-0")
-        return SimpleNamespace(pid=7, exitcode=-9, is_alive=lambda: False)
+        state.beat(name)
+        if is_used:
+            state.assign(0, 0, 1)
+        return SimpleNamespace(pid=7, exitcode=-9, is_alive=lambda began=now[0]: now[0] < began + seconds)
 
-    supervisor = Supervisor(state, hang_seconds=10, max_failed_starts=1, window_seconds=300, clock=lambda: now[0])
-    supervisor.watch("http-0", start, lambda: None, 600)
+    supervisor = Supervisor(state, hang_seconds=1e9, max_failed_starts=1, window_seconds=300, clock=lambda: now[0])
+    supervisor.watch(name, start, lambda: None, 600)
     for _ in range(1000):
         supervisor.check()
         now[0] += 0.1
-    assert len(starts) > 100
+    assert len(starts) > 15
 
 
 def test_supervisor_gives_up_on_a_process_that_takes_long_to_fail():
     """So long that its deaths are never too many within the window."""
     starts, now = [], [0.0]
 
-    def start():
+    def start(_):
         starts.append(now[0])
         if len(starts) % 2 == 0:
             raise OSError(12, "Cannot allocate memory")

@@ -145,7 +145,7 @@ class Engine:
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
         self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
         self._turn, self._decoded_at = 0, np.zeros(runner.slots, np.int64)  # calls of clients that share; by slot
-        # By client: rows times steps that earlier calls owe it, and the rows that the last call left out.
+        # By client: rows times steps that the calls before the last one left out, and the rows that the last one did.
         self._owed: dict[str, tuple[float, float]] = {}
         self._num_steps_last = 0
         self._submitted: Callable[[], Sequence | None] = lambda: None  # the last one, while something else keeps it

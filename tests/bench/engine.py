@@ -17,8 +17,11 @@ from service.engine.backends import open_runner
 from service.engine.engine import Engine
 from service.model.checkpoint import Checkpoint
 from service.wire import Submit
+from tests.toolbox.figures import percentiles
 
 from .shapes import ANSWER, PROMPT, TEXT, prompt, sampling
+
+TEMPLATES, TEMPLATE, REQUESTS = 50, 200, 600  # texts that prompts begin with, their characters; requests of a run
 
 
 def sequences(rows: int, length: int, characters: int = PROMPT) -> list[Submit]:
@@ -98,6 +101,31 @@ class Ours:
         if not taken:
             raise RuntimeError(f"no turn decoded all {rows} rows")
         return given / taken
+
+    def templates(self, at_once: int, with_reuse: bool, seed: int) -> dict[str, float]:
+        """Requests that begin with one of TEMPLATES texts and go on with PROMPT characters of their own, so many at a
+        time. Of those after the first 100: the share of their prompts that was copied, and the time to the first
+        character.
+        """
+        chance, engine = random.Random(seed), self.new_engine()
+        submitted: dict[int, float] = {}
+        seconds, number, running, copied, run = [], 0, 0, 0, 0
+        while number < REQUESTS or running:
+            while running < at_once and number < REQUESTS:
+                own = prompt(PROMPT, TEMPLATES + REQUESTS * seed + number)
+                ids = prompt(TEMPLATE, chance.randrange(TEMPLATES)) + own
+                group = "" if with_reuse else str(number)
+                submitted[number] = time.perf_counter()
+                engine.submit(Submit(number, ids, 32, sampling(REQUESTS * seed + number), reuse_group=group))
+                number, running = number + 1, running + 1
+            for delta in engine.step():
+                if delta.ids and delta.id in submitted:
+                    since = time.perf_counter() - submitted.pop(delta.id)
+                    seconds += [since] if delta.id >= 100 else []
+                running -= delta.finish_reason is not None
+            if number > 100:
+                copied, run = copied + engine.stats.num_copied_tokens, run + engine.stats.num_prefill_tokens
+        return {"copied": copied / (copied + run), **percentiles(seconds)}
 
     def texts(self, count: int, longest: int, at_once: int = 0) -> list[list[int]]:
         """Of random prompts, lengths and parameters: so many at a time; 0: in random order, idle to a full queue."""

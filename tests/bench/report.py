@@ -112,6 +112,19 @@ def roofline_share(mine: dict[str, Any], rows: int) -> str:
     return figure((mine["roofline"]["sequential_seconds"] * rate / rows for rate in decode), "{:.0f} %", 100)
 
 
+def template_rows(part: dict[str, Any]) -> list[list[str]]:
+    ways = part["at_once"].values()
+    return [
+        ["50 templates of 200 characters, S in float32, without HTTP", *(f"{n} at a time" for n in part["at_once"])],
+        ["characters of prompts copied", *(figure(rates(way["with"], "copied"), "{:.0f} %", 100) for way in ways)],
+        *(
+            [f"time to first character {how} reuse, p50, ms"]
+            + [figure(rates(way[how], "p50"), "{:.2f}", 1e3) for way in ways]
+            for how in ("with", "without")
+        ),
+    ]
+
+
 def path_rows(path: dict[str, Any]) -> list[list[str]]:
     rows = [["over HTTP without a model, one HTTP process", "stock LitServe", "plain FastAPI", "this service", "ratio"]]
     names = ("stock", "plain", "ours")
@@ -142,7 +155,8 @@ def path_rows(path: dict[str, Any]) -> list[list[str]]:
 
 
 TABLES = {
-    "http": (http_rows, first_rows), "mixed": (beside_rows, kind_rows), "engine": (engine_rows,), "path": (path_rows,),
+    "http": (http_rows, first_rows), "mixed": (beside_rows, kind_rows), "engine": (engine_rows,),
+    "templates": (template_rows,), "path": (path_rows,),
 }  # fmt: skip
 
 

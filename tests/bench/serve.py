@@ -9,6 +9,7 @@
     http     answers and streams of 128 characters over HTTP and the time to the first character: the service,
              llama.cpp's server, transformers serve, stock LitServe
     mixed    one stream beside another client's work, and kinds of requests beside plain ones
+    templates  in process: prompts that begin with one of 50 templates, with reuse of what slots hold and without
     path     the service around a stub engine; compared with plain FastAPI and stock LitServe, both without a model
 
 Rewrites OUT/serve.json and OUT/serve.md after each part; the servers' logs are in OUT/logs. Systems that are compared
@@ -71,7 +72,7 @@ STOCK_EVENT = b'{"text": "a"'
 DTYPES = ("float32", "bfloat16")  # of the native engine
 SLOTS = 128  # of the engine alone
 
-PARTS = ("engine", "http", "mixed", "path")
+PARTS = ("engine", "http", "mixed", "templates", "path")
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,16 @@ class Bench(Run):
                     systems["llama"]["runs"].append(batched(best[count][0], count, best[count][1]))
                 self.say(f"{shape}: " + last_line(figures, "row"))
         return figures
+
+    def templates(self) -> dict[str, Any]:
+        """By requests at a time, with reuse and without."""
+        figures: dict[str, Any] = {str(count): {"with": [], "without": []} for count in (1, 8)}
+        with self.remote(self.folders["S"], "float32", 72) as remote:  # as many slots as the service has
+            for turn in range(self.plan.repeats):
+                for count, ways in figures.items():
+                    for way, runs in ways.items():
+                        runs.append(remote.call("templates", int(count), way == "with", turn))
+        return {"at_once": figures}
 
     # -- the parts: over HTTP --
 

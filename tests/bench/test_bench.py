@@ -84,13 +84,15 @@ def test_the_document_shows_the_committed_results(name, results):
 def test_tiny_benchmark_of_serving_gives_every_figure_but_the_peers(tmp_path):
     bench = serve.Bench(TINY_PLAN, {"S": shapes.TINY}, 1, tmp_path / "out", tmp_path / "no-llama.cpp")
     bench.llama_files = lambda shape: (_ for _ in ()).throw(BenchError("not here"))
-    bench.run(["engine", "path", "mixed"])
+    bench.run(["engine", "path", "mixed", "templates"])
     assert bench.results["errors"] == {"engine": "BenchError: not here"}
     path = bench.results["path"]
     for name in ("ours", "plain", "stock"):
         assert path[name]["requests"][0]["per_second"] > 0
         assert path[name]["streams"]["64"][0]["characters_per_event"] == pytest.approx(1) or name == "ours"
     assert min(run["beside"] for runs in bench.results["mixed"]["beside"].values() for run in runs) > 0
+    for ways in bench.results["templates"]["at_once"].values():
+        assert ways["with"][0]["copied"] > 0.8 and ways["without"][0]["copied"] == 0
     saved, text = json.loads((tmp_path / "out/serve.json").read_text()), (tmp_path / "out/serve.md").read_text()
     assert saved["path"] == path and "requests/s of one character" in text and "failed: engine" in text
 
