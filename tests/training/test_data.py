@@ -433,12 +433,10 @@ def test_patterns_that_exclude_nothing_are_named(tmp_path):
     names = [str(folder), str(other)]
     assert prepare(names, exclude=("*.md",)).notes == ()
     assert prepare(names, exclude=("*.md",), glob=("*.py",)).notes == ()  # left out twice
-    assert prepare(names, exclude=("*.md", "*.rst", "x y")).notes == (
-        f"--exclude '*.rst' 'x y' matches no file in {folder}",
-    )
-    assert prepare(str(other), exclude=("*.rst",)).notes == (
-        "--exclude '*.rst' matches nothing: --data names no folder",
-    )
+    [note] = prepare(names, exclude=("*.md", "*.rst", "x y")).notes
+    assert note == f"--exclude '*.rst' 'x y' matches no file in {folder}"
+    [note] = prepare(str(other), exclude=("*.rst",)).notes
+    assert note == "--exclude '*.rst' matches nothing: --data names no folder"
 
 
 def test_a_file_of_another_encoding_is_refused_with_a_command_that_converts_it(tmp_path):
