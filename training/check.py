@@ -91,7 +91,8 @@ def _large_vocabulary(corpus: Corpus, config: TrainConfig, num_parameters: int) 
 
     if not config.init_from and not config.teachers:
         rare = rare_characters(corpus, RARE)
-        if 2 * len(rare) * config.n_embd >= RARE_SHARE * num_parameters:
+        is_possible = size - len(rare) > 2  # others stay
+        if is_possible and 2 * len(rare) * config.n_embd >= RARE_SHARE * num_parameters:
             counts = dict(zip(corpus.tokenizer.characters, corpus.counts().tolist(), strict=True))
             occurrences = sum(counts[c] for c in rare)
             return (

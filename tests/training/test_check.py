@@ -64,6 +64,12 @@ def test_a_vocabulary_of_rare_characters_is_said_with_the_remedy(check):
         assert check(text, **{"parameters": 10_000, "n_embd": 16, **given})[0] == ["size", "rare"]
 
 
+def test_a_minimum_that_would_be_refused_is_not_suggested(check):
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 100)))
+    assert "--min-count" not in check(text + "ab" * 4, n_embd=16)[1]
+    assert "--min-count 5" in check(text + "ab" * 50 + "c" * 50, n_embd=16)[1]
+
+
 def test_a_large_vocabulary_of_frequent_characters_is_said(check):
     text = "".join(map(chr, range(0x4E00, 0x4E00 + 1000))) * 20
     subjects, line = check(text, parameters=50_000, n_embd=16)
