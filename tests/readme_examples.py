@@ -161,8 +161,6 @@ def settings_table() -> dict[str, list[str]]:
     for name, field in Settings.model_fields.items():
         if name == "checkpoint":
             default = "the bundled one"
-        elif name == "replacement_character":
-            default = "a space"
         elif field.default_factory is not None:
             default = field.default_factory.__qualname__
         else:

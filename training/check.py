@@ -89,9 +89,11 @@ def _large_vocabulary(corpus: Corpus, config: TrainConfig, num_parameters: int) 
         parameters = 2 * characters * config.n_embd
         return f"{parameters:,} of {plural(num_parameters, 'parameter')}, {parameters / num_parameters:.0%}"
 
-    if not config.init_from and not config.teachers:
+    is_free = not config.init_from and not config.teachers
+    if is_free:
         rare = rare_characters(corpus, RARE)
-        if 2 * len(rare) * config.n_embd >= RARE_SHARE * num_parameters:
+        is_possible = size - len(rare) > 2  # others stay
+        if is_possible and 2 * len(rare) * config.n_embd >= RARE_SHARE * num_parameters:
             counts = dict(zip(corpus.tokenizer.characters, corpus.counts().tolist(), strict=True))
             occurrences = sum(counts[c] for c in rare)
             return (
@@ -101,10 +103,11 @@ def _large_vocabulary(corpus: Corpus, config: TrainConfig, num_parameters: int) 
             )
     if size < LARGE_VOCABULARY:
         return None
+    advice = "; in other texts, --min-count N leaves rare characters out"
     return (
         f"vocabulary: embedding and head of {size:,} symbols take {taken(size)}, and the logits of a step "
-        f"{config.tokens_per_step * size * 4 / 1e6:,.0f} MB, as Chinese, Japanese and Korean need; in other texts, "
-        "--min-count N leaves rare characters out"
+        f"{config.tokens_per_step * size * 4 / 1e6:,.0f} MB, as Chinese, Japanese and Korean need"
+        f"{advice if is_free and config.min_count <= 1 else ''}"
     )
 
 

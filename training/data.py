@@ -123,7 +123,7 @@ def find_texts(
             files.append(find_text(name))
     if unused and notes is not None:
         folders = [name for name in data if Path(name).is_dir()]
-        where = f"no file in {', '.join(folders)}" if folders else "nothing, as --data names no folder"
+        where = f"no file in {', '.join(folders)}" if folders else "nothing: --data names no folder"
         notes.add(f"--exclude {shlex.join(unused)} matches {where}")
     return files
 

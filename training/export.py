@@ -6,7 +6,8 @@ Neither format has our ring cache. The ONNX graph applies the attention window a
 llama.cpp has no sliding window for qwen3: beyond block_size characters its attention covers the whole text and its
 logits differ, so the file states block_size as its context length. Within that, its logits equal ours to 1e-5 with an
 fp32 cache (-ctk f32 -ctv f32) and to about 1e-3 with its default, fp16. Prompts must use the model's own characters:
-llama.cpp refuses most others, but loops forever on one whose UTF-8 begins like that of a known character.
+llama.cpp refuses most others, or takes the unknown symbol for each of their bytes where there is one, but loops forever
+on one whose UTF-8 begins like that of a known character.
 """
 
 from __future__ import annotations

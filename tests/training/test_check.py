@@ -52,6 +52,34 @@ def test_rare_symbols_are_named(check):
     assert "rare: 15 symbols" in (found := check(many + sentences(300))[1]) and found.endswith(" and 5 more")
 
 
+def test_a_vocabulary_of_rare_characters_is_said_with_the_remedy(check):
+    text = sentences(300) + "".join(map(chr, range(0x4E00, 0x4E00 + 100))) * 2 + "é" * 4 + "\ufffd" * 3
+    subjects, line = check(text, parameters=10_000, n_embd=16)
+    assert subjects == ["size", "vocabulary"]
+    shown = f"vocabulary: 101 of {len({*text})} symbols occur fewer than 5 times, "
+    shown += f"{1e6 * 204 / len(text):.3g} per million characters together, and take 3,232 of 10,000 parameters, 32%; "
+    assert shown + "--min-count 5 makes them one unknown symbol, U+FFFD" in line
+    # Nothing is suggested where a checkpoint gives the vocabulary, nor where it is a small part.
+    for given in ({"init_from": "ck"}, {"teachers": ("ck",)}, {"parameters": 100_000}):
+        assert check(text, **{"parameters": 10_000, "n_embd": 16, **given})[0] == ["size", "rare"]
+
+
+def test_a_minimum_that_would_be_refused_is_not_suggested(check):
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 100)))
+    assert "--min-count" not in check(text + "ab" * 4, n_embd=16)[1]
+    assert "--min-count 5" in check(text + "ab" * 50 + "c" * 50, n_embd=16)[1]
+
+
+def test_a_large_vocabulary_of_frequent_characters_is_said(check):
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 1000))) * 20
+    subjects, line = check(text, parameters=50_000, n_embd=16)
+    assert subjects[:2] == ["size", "vocabulary"]
+    assert (
+        "vocabulary: embedding and head of 1,000 symbols take 32,000 of 50,000 parameters, 64%, and the logits of"
+        in line
+    )
+
+
 def test_a_sorted_list_should_be_read_as_records(check):
     names = "".join(f"{a}{b}{c}\n" for a in "abcdefgh" for b in "aeiou" for c in "lmnrst")
     assert check(names)[0] == ["size", "sorted"]

@@ -84,7 +84,7 @@ def test_large_vocabularies_train_with_a_warning(text, tmp_path, capsys):
     assert call(["train", "--data", text, "--out", tmp_path / "out", *TINY, "--batch-size", 2, "--steps", 1]) == 0
     error = " ".join(capsys.readouterr().err.split())
     parameters = Checkpoint.read(tmp_path / "out" / "best").load_model().config.num_parameters
-    assert f"has 3,000 characters, so embedding and head take 24,000 of the {parameters:,} parameters" in error
+    assert f"embedding and head of 3,000 symbols take 24,000 of {parameters:,} parameters" in error
 
 
 def test_a_folder_is_trained_on_by_its_texts_that_match(text, tmp_path, capsys):

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -441,6 +442,39 @@ def test_utf16_is_read_as_the_same_text(tmp_path, encoding, mark):
     assert corpus.tokenizer.decode(corpus.ids.tolist()) == text.replace("\r\n", "\n")
     assert "export.txt: UTF-16 read as text" in corpus.notes
     assert prepare(str(text_file(tmp_path, text.replace("\r\n", "\n")))).sha256 == corpus.sha256
+
+
+def test_patterns_that_exclude_nothing_are_named(tmp_path):
+    folder = tmp_path / "a b"
+    (folder / "docs").mkdir(parents=True)
+    for name in ("a.py", "b.md", "docs/c.py"):
+        (folder / name).write_text(f"this is the file {name}\n")
+    other = tmp_path / "other.txt"
+    other.write_text("another text, of a file\n")
+    names = [str(folder), str(other)]
+    assert prepare(names, exclude=("*.md",)).notes == ()
+    assert prepare(names, exclude=("*.md",), glob=("*.py",)).notes == ()  # left out twice
+    [note] = prepare(names, exclude=("*.md", "*.rst", "x y")).notes
+    assert note == f"--exclude '*.rst' 'x y' matches no file in {folder}"
+    [note] = prepare(str(other), exclude=("*.rst",)).notes
+    assert note == "--exclude '*.rst' matches nothing: --data names no folder"
+
+
+def test_a_file_of_another_encoding_is_refused_with_a_command_that_converts_it(tmp_path):
+    """Which can be pasted into a shell."""
+    for name in ("a b.txt", "plain.txt.gz"):
+        content = b"caf\xe9 na\xefve " * 9
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        with pytest.raises(DataError) as error:
+            prepare(str(tmp_path / name))
+        command = str(error.value).split("for example with ")[1]
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+        assert (tmp_path / "converted.txt").read_text() == "café naïve " * 9
+    packed = tmp_path / "it's.zip"
+    packed.write_bytes(b"PK\3\4" + b"\xff" * 40)
+    with pytest.raises(DataError) as error:
+        prepare(str(packed))
+    assert str(error.value).endswith(f"unpack it first, with unzip {shlex.quote(str(packed))}")
 
 
 def test_all_files_of_another_encoding_are_named_at_once(tmp_path):

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
+from service.model.tokenizer import UNKNOWN, CharTokenizer
 from tests.helpers import VOCABULARY, random_model, save_random
 from training.export import export
+from training.saving import save_checkpoint
 
 
 def ids(rows, length):
@@ -38,6 +41,7 @@ def test_gguf_has_the_same_tensors_and_vocabulary(checkpoint, tmp_path):
     assert fields["qwen3.context_length"] == checkpoint.config.block_size
     tokens = [bytes.fromhex(token.replace("\\x", "")).decode() for token in fields["tokenizer.ggml.tokens"]]
     assert tokens == VOCABULARY
+    assert "tokenizer.ggml.unknown_token_id" not in fields and {*fields["tokenizer.ggml.token_type"]} == {1}
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     state = checkpoint.load_model().state_dict()
     expected = torch.cat([state[f"blocks.{i}.attn.qkv.weight"].flatten() for i in range(2)])
@@ -51,6 +55,26 @@ def load_gguf(file):
     f32 = llama_cpp.GGML_TYPE_F32
     options = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "type_k": f32, "type_v": f32, "verbose": False}
     return contextlib.closing(llama_cpp.Llama(str(file), **options))
+
+
+def test_exports_name_the_unknown_symbol(tmp_path):
+    import onnx
+    from gguf import GGUFReader, TokenType
+
+    tokenizer = CharTokenizer(sorted([*VOCABULARY, UNKNOWN, "😀"]), has_unknown=True)
+    model = random_model(vocab_size=tokenizer.vocab_size)
+    save_checkpoint(tmp_path / "ck", model, tokenizer, {"losses": {}})
+    for format in ("gguf", "onnx"):
+        export(Checkpoint.read(tmp_path / "ck"), format, tmp_path / f"model.{format}")
+    fields = {name: it.contents() for name, it in GGUFReader(tmp_path / "model.gguf").fields.items()}
+    unknown = tokenizer.unknown_id
+    assert fields["tokenizer.ggml.unknown_token_id"] == unknown == tokenizer.vocab_size - 2
+    assert fields["tokenizer.ggml.tokens"][unknown] == "\\xef\\xbf\\xbd"
+    types = fields["tokenizer.ggml.token_type"]
+    assert [id for id, kind in enumerate(types) if kind != TokenType.NORMAL] == [unknown]
+    assert types[unknown] == TokenType.UNKNOWN
+    metadata = {entry.key: entry.value for entry in onnx.load(tmp_path / "model.onnx").metadata_props}
+    assert metadata["unknown"] == UNKNOWN and metadata["vocabulary"].index(UNKNOWN) == unknown
 
 
 @pytest.mark.slow
