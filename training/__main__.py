@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from service import release
 from training.config import DATA_HELP, EXCLUDE_HELP, GLOB_HELP, PRESETS, Device, TrainConfig
-from training.messages import Refusal, program
+from training.messages import Refusal, made_by, program
 
 ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
 HELP_ALL = "--help-all"
@@ -238,7 +238,8 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (Refusal, CheckpointError, UnknownCharacterError, LostProcessError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        makes = made_by() and "--" in str(error) and "ARGS=" not in str(error)
+        print(f"error: {error}{'. make takes flags as ARGS=…' if makes else ''}", file=sys.stderr)
         return 1
     except RuntimeError as error:
         if "out of memory" not in str(error).lower():

@@ -26,11 +26,12 @@ AT_MOST_LINES = 1000  # by which a table is recognized
 SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20  # of a list that should have been read with --records
 
 
-def size_check(corpus: Corpus, num_parameters: int, is_taught: bool = False) -> Iterator[str]:
+def size_check(corpus: Corpus, num_parameters: int, is_taught: bool = False, dropout: float = 0.0) -> Iterator[str]:
     """is_taught: by teachers, whose predictions are hardly memorized."""
     train, val = corpus.train[:AT_MOST], corpus.val[:AT_MOST]
     ratio = num_parameters / len(corpus.train)
-    advice = "; that many memorize a text: take more text, a smaller --n-embd and --n-layer, or --dropout"
+    others = "or a smaller --n-embd and --n-layer" if dropout else "a smaller --n-embd and --n-layer, or --dropout"
+    advice = f"; that many memorize a text: take more text, {others}"
     yield (
         f"size: {plural(num_parameters, 'parameter')} for {plural(len(corpus.train), 'character')} to train on, "
         f"{ratio:.2g} per character{advice if ratio > MANY_PARAMETERS and not is_taught else ''}"

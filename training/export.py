@@ -27,7 +27,7 @@ from service.model.gpt import GPT
 from service.model.kv_cache import CacheRows
 from training.config import ConfigError
 from training.inputs import find_checkpoint
-from training.messages import plural
+from training.messages import installing, plural
 from training.saving import named_tensors
 
 
@@ -35,7 +35,7 @@ def command(args: argparse.Namespace) -> None:
     try:
         export(Checkpoint.read(find_checkpoint(args.checkpoint)), args.to, args.out)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--to {args.to} needs the package {error.name}; pip install -e '.[export]'") from None
+        raise ConfigError(f"--to {args.to} needs the package {error.name}: {installing('export')}") from None
     print(f"{args.out}: {plural(args.out.stat().st_size, 'byte')}")
 
 

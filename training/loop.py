@@ -179,7 +179,7 @@ class Run:
             f"{epochs} epoch{'' if epochs == '1' else 's'}",
         )
         if progress.step == 0 and self.world.is_main:
-            for line in size_check(self.corpus, self.model.config.num_parameters, bool(self.teachers)):
+            for line in size_check(self.corpus, self.model.config.num_parameters, bool(self.teachers), config.dropout):
                 say(console, line)
         warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.config.num_parameters)
         self.check_forward(console)

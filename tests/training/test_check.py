@@ -12,9 +12,9 @@ WORDS = "the cat sat on a mat and the dog ran off with it to see what was in a b
 def check(tmp_path):
     """The subjects of the lines, and the lines, for a text."""
 
-    def run(text, *, records=False, parameters=1000):
+    def run(text, *, records=False, parameters=1000, dropout=0.0):
         (tmp_path / "text.txt").write_text(text)
-        lines = list(size_check(prepare(str(tmp_path / "text.txt"), records=records), parameters))
+        lines = list(size_check(prepare(str(tmp_path / "text.txt"), records=records), parameters, dropout=dropout))
         assert len(lines) <= 5 and not any("\n" in line for line in lines)
         return [line.split(":")[0] for line in lines], "\n".join(lines)
 
@@ -38,7 +38,9 @@ def test_more_parameters_than_a_text_can_teach(check):
     text = sentences(300)
     found = check(text, parameters=10**6)[1]
     assert f"1,000,000 parameters for {int(0.9 * len(text)):,} characters" in found
-    assert "that many memorize a text" in found
+    assert "that many memorize a text: take more text, a smaller --n-embd and --n-layer, or --dropout" in found
+    found = check(text, parameters=10**6, dropout=0.1)[1]  # by the user or the recipe
+    assert "take more text, or a smaller --n-embd and --n-layer" in found and "--dropout" not in found
 
 
 def test_rare_symbols_are_named(check):
