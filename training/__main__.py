@@ -238,8 +238,9 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (Refusal, CheckpointError, UnknownCharacterError, LostProcessError, OSError) as error:
-        makes = made_by() and "--" in str(error) and "ARGS=" not in str(error)
-        print(f"error: {error}{'. make takes flags as ARGS=…' if makes else ''}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
+        if made_by() and "--" in str(error):
+            print("With make, --data is DATA=…, --out is NAME=…, and other flags are ARGS='…'", file=sys.stderr)
         return 1
     except RuntimeError as error:
         if "out of memory" not in str(error).lower():
