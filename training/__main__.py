@@ -239,7 +239,7 @@ def main() -> int:
         return 128 + signal.SIGPIPE
     except (Refusal, CheckpointError, UnknownCharacterError, LostProcessError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        if made_by() and "--" in str(error):
+        if made_by() and "--" in str(error) and "ARGS=" not in str(error):
             print("With make, --data is DATA=…, --out is NAME=…, and other flags are ARGS='…'", file=sys.stderr)
         return 1
     except RuntimeError as error:

@@ -33,7 +33,7 @@ def test_a_second_make_train_names_its_three_ways(trained, monkeypatch, capsys):
     assert call(trained) == 1
     error = capsys.readouterr().err
     ways = "ARGS=--resume continues that run, ARGS=--overwrite replaces it, with NAME=… keeps it\n"
-    assert f"log.jsonl, loss.png: make train DATA='my text' with {ways}" in error
+    assert error.endswith(f"log.jsonl, loss.png: make train DATA='my text' with {ways}")
     assert call(["train", "--data", "absent.txt", "--out", "other"]) == 1
     error = capsys.readouterr().err
     assert "--data takes UTF-8 files" in error
