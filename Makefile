@@ -17,6 +17,9 @@ CHECKPOINT ?= $(BUNDLED)
 TORCH ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || echo torch==2.13.0+cpu)
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 
+# A variable as it was given, for messages that say what to run next.
+given = $(if $(filter file,$(origin $(1))),, $(1)=$(call quoted,$($(1))))
+
 BIN := $(VENV)/bin
 NATIVE := service/engine/native.cpp training/fused.cpp
 RUN := $(VENV)/.installed-service,training
@@ -29,19 +32,25 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-21s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo "Variables: CHECKPOINT=DIR to serve, URL=http://… of a service to load, DATA=FILE, PRESET=quick|cpu|gpu and"
-	@echo "NAME to train, ARGS='more flags', PYTHON, VENV, TORCH and TORCH_INDEX_URL for another build of torch."
+	@echo "Variables: CHECKPOINT=DIR to serve, URL=http://… of a service to load, DATA=FILE, PRESET=quick|cpu|gpu or"
+	@echo "MINUTES=N, and NAME to train, ARGS='more flags', PYTHON, VENV, TORCH and TORCH_INDEX_URL for another build of torch."
 
+# Prints $(1), and the command that serves the checkpoint $(2), a word of the shell's.
+next = $(BIN)/python -c 'import shlex, sys; print("$(1) make serve CHECKPOINT=" + shlex.quote(sys.argv[1]))' $(2)
+
+# MADE_BY: for messages that say what to run next.
+serve: export MADE_BY = make serve
 serve: $(RUN) ## install, serve CHECKPOINT (default: the bundled one) on 127.0.0.1:8000
 	@$(if $(filter file,$(origin CHECKPOINT)),last=$$(ls -td checkpoints/*/best 2>/dev/null | head -n 1); \
-	  [ -z "$$last" ] || echo "Serving the bundled checkpoint; what was trained last: make serve CHECKPOINT='$$last'")
+	  [ -z "$$last" ] || $(call next,Serving the bundled checkpoint; what was trained last:,"$$last"))
 	$(BIN)/python -m service --checkpoint $(call quoted,$(CHECKPOINT)) $(ARGS)
 
+train: export MADE_BY = make train$(call given,DATA)$(call given,NAME)$(call given,PRESET)$(call given,MINUTES)
+train: export MADE_OUT = checkpoints/$(NAME)
 train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/NAME (default: DATA's); ARGS=--resume continues
-	$(BIN)/python -m training train --preset $(PRESET) --data $(call quoted,$(DATA)) \
-	  --out $(call quoted,checkpoints/$(NAME)) $(ARGS)
-	@$(BIN)/python -c 'import shlex, sys; print("Serve it: make serve CHECKPOINT=" + shlex.quote(sys.argv[1]))' \
-	  $(call quoted,checkpoints/$(NAME)/best)
+	$(BIN)/python -m training train $(if $(MINUTES),--minutes $(MINUTES)) \
+	  $(if $(and $(MINUTES),$(filter file,$(origin PRESET))),,--preset $(PRESET)) --data $(call quoted,$(DATA)) --out $(call quoted,checkpoints/$(NAME)) $(ARGS)
+	@$(call next,Serve it:,$(call quoted,checkpoints/$(NAME)/best))
 
 # Models that differ in their settings predict better together than models that differ in their seeds alone.
 # THEN: what `cpu` was when it was made; windows of 256 keep its cache small. Flags that come later take precedence.

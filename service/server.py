@@ -5,6 +5,7 @@ The one file that uses LitServe's private names; tests/test_litserve.py lists th
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import multiprocessing
@@ -477,7 +478,11 @@ def certificate_expiry(path: Path) -> float:
 
 def _cannot_listen(host: str, address: tuple[Any, ...], error: OSError) -> str:
     shown = host if host == address[0] else f"{host} ({address[0]})"
-    return f"cannot listen on {shown}, port {address[1]}: {error.strerror}"
+    remedy = ""
+    if error.errno == errno.EADDRINUSE:
+        flag = f"--port {address[1] ^ 1}"
+        remedy = "; choose another port: " + (f"ARGS='{flag}'" if "MADE_BY" in os.environ else flag)
+    return f"cannot listen on {shown}, port {address[1]}: {error.strerror}{remedy}"
 
 
 def url_of(settings: Settings) -> str:

@@ -399,13 +399,13 @@ def test_the_url_is_logged_last_once_it_answers(checkpoint):
         assert server.stop() == 0
 
 
-def test_an_address_that_cannot_be_bound_is_one_sentence(checkpoint):
+def test_an_address_that_cannot_be_bound_is_one_sentence(checkpoint, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port, in_use = taken.getsockname()[1], "Address already in use"
         for host, reason in (
-            ("127.0.0.1", message := f"cannot listen on 127.0.0.1, port {port}: {in_use}"),
+            ("127.0.0.1", message := f"cannot listen on 127.0.0.1, port {port}: {in_use}; choose another port: --port"),
             ("localhost", f"cannot listen on localhost (127.0.0.1), port {port}: {in_use}"),
             ("192.0.2.1", f"cannot listen on 192.0.2.1, port {port}: Cannot assign requested address"),
             ("a" * 80, f"--host {'a' * 80}: neither an IP address nor a name that has one: "),
@@ -413,7 +413,10 @@ def test_an_address_that_cannot_be_bound_is_one_sentence(checkpoint):
             with pytest.raises(BackendError) as error:
                 bind(host, port)
             assert str(error.value).startswith(reason) and "\n" not in str(error.value)
-        assert refusal("--checkpoint", checkpoint.path, "--port", port) == f"python -m service: {message}\n"
+        refused = "--checkpoint", checkpoint.path, "--port", port
+        assert refusal(*refused) == f"python -m service: {message} {port ^ 1}\n"
+        monkeypatch.setenv("MADE_BY", "make serve")
+        assert refusal(*refused).endswith(f"; choose another port: ARGS='--port {port ^ 1}'\n")
     with bind("127.0.0.1", 0) as listener, listener.dup():  # as starting processes do
         assert not os.get_blocking(listener.fileno()), "processes that accept would wait there"
 

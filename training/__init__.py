@@ -28,8 +28,8 @@ The modules, in the order a run uses them:
     folders.py      folders, replaced atomically
     messages.py     wording that commands share
 
-The loss is Run.loss in loop.py, a step Run.step. The schedules of learning rate, momentum and weight decay are at the end
-of optim.py, that of the windows is TrainConfig.window_at in config.py.
+The loss is Run.loss in loop.py, and a step is Run.step. The schedules of learning rate, momentum and weight decay are
+at the end of optim.py. That of the windows is TrainConfig.window_at in config.py.
 
 sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name;
 examination.py is what report says.

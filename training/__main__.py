@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from service import release
 from training.config import DATA_HELP, EXCLUDE_HELP, GLOB_HELP, MIN_COUNT_HELP, PRESETS, Device, TrainConfig
-from training.messages import Refusal, program
+from training.messages import Refusal, made_by, program
 
 ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
 HELP_ALL = "--help-all"
@@ -239,6 +239,8 @@ def main() -> int:
         return 128 + signal.SIGPIPE
     except (Refusal, CheckpointError, UnknownCharacterError, LostProcessError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        if made_by() and "--" in str(error) and "ARGS=" not in str(error):
+            print("With make, --data is DATA=…, --out is NAME=…, and other flags are ARGS='…'", file=sys.stderr)
         return 1
     except RuntimeError as error:
         if "out of memory" not in str(error).lower():

@@ -32,7 +32,10 @@ SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20  # of a list that should have
 def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iterator[str]:
     train, val = corpus.train[:AT_MOST], corpus.val[:AT_MOST]
     ratio = num_parameters / len(corpus.train)
-    advice = "; that many memorize a text: take more text, a smaller --n-embd and --n-layer, or --dropout"
+    others = (
+        "or a smaller --n-embd and --n-layer" if config.dropout else "a smaller --n-embd and --n-layer, or --dropout"
+    )
+    advice = f"; that many memorize a text: take more text, {others}"
     yield (
         f"size: {plural(num_parameters, 'parameter')} for {plural(len(corpus.train), 'character')} to train on, "
         f"{ratio:.2g} per character{advice if ratio > MANY_PARAMETERS and not config.teachers else ''}"

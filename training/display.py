@@ -157,7 +157,7 @@ def print_report(
             console,
             f"overfitting: since step {best} the validation loss has risen by {val[last] - val[best]:.4f} and the "
             f"training loss has fallen by {train[best] - train[last]:.4f}; the checkpoint is from step {best}. Train "
-            "on more text, a smaller model, fewer steps, or with --dropout or --weight-decay"
+            "on more text, a smaller model, fewer steps, or with more --dropout or --weight-decay"
             + ("" if config.patience else "; --patience stops early"),
         )
     say(

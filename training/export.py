@@ -29,7 +29,7 @@ from service.model.kv_cache import CacheRows
 from service.model.tokenizer import UNKNOWN
 from training.config import ConfigError
 from training.inputs import find_checkpoint
-from training.messages import plural
+from training.messages import installing, plural
 from training.saving import named_tensors
 
 
@@ -37,7 +37,7 @@ def command(args: argparse.Namespace) -> None:
     try:
         export(Checkpoint.read(find_checkpoint(args.checkpoint)), args.to, args.out)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--to {args.to} needs the package {error.name}; pip install -e '.[export]'") from None
+        raise ConfigError(f"--to {args.to} needs the package {error.name}: {installing('export')}") from None
     print(f"{args.out}: {plural(args.out.stat().st_size, 'byte')}")
 
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Set
 from dataclasses import fields, replace
@@ -27,7 +28,7 @@ from training.finetune import describe_origin, inherited, load_origin, refuse_sh
 from training.folders import restore_folder
 from training.inputs import find_checkpoint
 from training.loop import Run
-from training.messages import plural, say
+from training.messages import made_by, plural, say
 from training.plan import Plan, measured_speed
 from training.recipe import SETTINGS, explanation, fitted
 from training.run import DivergedError, InterruptedRun
@@ -71,7 +72,7 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
         wanted = TrainConfig.from_preset(args.preset, **given).as_dict()
         # The shape is that of init_from, which may be gone by now; and the text may have been too small for the preset.
         fixed = {*SHAPE, "records", "window_stages"} if "init_from" in given else set()
-        left_out = {"data", *((fixed | SETTINGS) - given.keys())}
+        left_out = {"data", "minutes", *((fixed | SETTINGS) - given.keys())}
         given = {name: value for name, value in wanted.items() if name not in left_out}
     resume(args.out, given, console, data=data)
 
@@ -99,11 +100,7 @@ def start(
     Raises:
         ResumeError: `out` is not empty and `overwrite` is false.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be created: {error.strerror}; pass another --out") from None
-    with joined(out) as world:
+    with created(out), joined(out) as world:
         decided = world.from_main(lambda: _new_run(config, out, console, overwrite, adaptable, preset, world))
         if decided is None:
             return
@@ -127,11 +124,12 @@ def _new_run(
     """The settings for this text and this machine: all that is refused, is refused before an earlier run is removed."""
     existing = sorted(path.name for path in out.iterdir())
     if existing and not overwrite:
-        resuming = "--resume to continue that run, " if "last" in existing else ""
-        raise ResumeError(
-            f"{out} already contains {', '.join(existing[:5])}; pass {resuming}--overwrite to replace it, or another "
-            "--out"
-        )
+        found, is_run = f"{out} already contains {', '.join(existing[:5])}", "last" in existing
+        if made := made_by():
+            resuming = "ARGS=--resume continues that run, " if is_run else ""
+            raise ResumeError(f"{found}: {made} with {resuming}ARGS=--overwrite replaces it, with NAME=… keeps it")
+        resuming = "--resume to continue that run, " if is_run else ""
+        raise ResumeError(f"{found}; pass {resuming}--overwrite to replace it, or another --out")
     corpus = _corpus_of(config)
     tokenizer, origin = corpus.tokenizer, None
     for note in corpus.notes:
@@ -236,9 +234,26 @@ def _continued(
         pick_device(saved.resolved["device"])
     except ConfigError as error:
         raise ResumeError(
-            f"{out} cannot go on here: {error}; --init-from {out / 'last'} starts another run from its weights"
+            f"{out} cannot go on here: {error}; --init-from {shlex.quote(str(out / 'last'))} starts another run from "
+            "its weights"
         ) from None
     return config
+
+
+@contextlib.contextmanager
+def created(folder: Path) -> Iterator[None]:
+    """The folder exists within; afterwards it and those above it are gone again if they were new and are empty."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {folder} cannot be created: {error.strerror}; pass another --out") from None
+        yield
+    finally:
+        for each in new:
+            with contextlib.suppress(OSError):
+                each.rmdir()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -23,23 +24,41 @@ class Refusal(ValueError):
     """What the user can mend; the message says what was given, what is allowed, and what to do."""
 
 
-def program(python: str = "python") -> str:
+def made_by() -> str | None:
+    """The `make` command that runs this one, without ARGS; the Makefile says it."""
+    return os.environ.get("MADE_BY")
+
+
+def program() -> str:
     """The program as the user typed it; `service.command` sets argv[0] to chargpt."""
-    return "chargpt" if sys.argv[0] == "chargpt" else f"{python} -m training"
+    return "chargpt" if sys.argv[0] == "chargpt" else f"{_word(Path(sys.executable))} -m training"
+
+
+def installing(extra: str) -> str:
+    """The command that installs an extra of the package for this Python."""
+    return f"{_word(Path(sys.executable))} -m pip install -e '.[{extra}]'"
 
 
 def resume_command(out: Path, processes: int, changes: Mapping[str, Any]) -> str:
     """changes: settings that differ from those in the last save."""
+    if processes == 1 and (made := made_by()) and os.environ.get("MADE_OUT") == str(out):
+        return f"{made} ARGS={shlex.quote(f'--resume{flags(changes)}')}"
     if processes > 1:
         start = f"torchrun --nproc-per-node {processes} -m training"
+    elif program() == "chargpt":
+        start = _word(Path(sys.executable).with_name("chargpt"))
     else:
-        python = Path(sys.executable)
-        if shutil.which("python") == sys.executable:  # not another one, nor none, has that name
-            python = Path("python")
-        elif python.is_relative_to(Path.cwd()):
-            python = python.relative_to(Path.cwd())
-        start = program(shlex.quote(str(python)))
+        start = program()
     return f"{start} train --resume --out {shlex.quote(str(out))}{flags(changes)}"
+
+
+def _word(program: Path) -> str:
+    """A program's file as a word of the shell's: its name where that is found, else a path that is."""
+    if shutil.which(program.name) == str(program) or not program.exists():
+        return program.name
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    return shlex.quote(str(program))
 
 
 def flags(settings: Mapping[str, Any]) -> str:

@@ -40,7 +40,9 @@ def test_more_parameters_than_a_text_can_teach(check):
     text = sentences(300)
     found = check(text, parameters=10**6)[1]
     assert f"1,000,000 parameters for {int(0.9 * len(text)):,} characters" in found
-    assert "that many memorize a text" in found
+    assert "that many memorize a text: take more text, a smaller --n-embd and --n-layer, or --dropout" in found
+    found = check(text, parameters=10**6, dropout=0.1)[1]  # by the user or the recipe
+    assert "take more text, or a smaller --n-embd and --n-layer" in found and "--dropout" not in found
 
 
 def test_rare_symbols_are_named(check):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from tests.toolbox.launch import ROOT
 PYTHON = """#!/bin/sh
 case "$1" in
   -c) exec {python} "$@" ;;
-  -m) printf '%s\\n' "$@" > arguments ;;
+  -m) printf '%s\\n' "$@" > arguments; printf '%s\\n%s\\n' "$MADE_BY" "$MADE_OUT" > made ;;
 esac
 """
 
@@ -77,16 +78,28 @@ def test_a_run_is_named_after_its_text_and_the_next_command_serves_it(make, vari
     assert arguments == ["-m", "service", "--checkpoint", f"checkpoints/{name}/best"]
 
 
+@pytest.mark.parametrize(
+    "variables", ["", "DATA=../my.txt", "DATA=../my.txt PRESET=quick NAME='my own'", 'DATA="it\'s.txt"']
+)
+def test_the_command_that_made_a_run_is_known_to_it(make, tmp_path, variables):
+    """Typed again it is the same command."""
+    arguments, _ = make(f"make train {variables}")
+    command, out = (tmp_path / "made").read_text().splitlines()
+    assert command.count("=") == variables.count("=") and out == arguments[arguments.index("--out") + 1]
+    assert make(f"{command} ARGS=--resume")[0] == [*arguments, "--resume"]
+
+
 def test_serve_offers_what_was_trained_last(make, tmp_path):
     bundled = ["-m", "service", "--checkpoint", "service/checkpoints/tinyshakespeare"]
     assert make("make serve")[0] == bundled
     assert "trained last" not in make("make serve")[1]
-    for age, name in ((1, "new"), (9, "old")):
+    for age, name in ((1, "it's new"), (9, "old")):
         (tmp_path / "checkpoints" / name / "best").mkdir(parents=True)
         os.utime(tmp_path / "checkpoints" / name / "best", (1e9 - age, 1e9 - age))
     arguments, output = make("make serve")
     assert arguments == bundled
-    assert "what was trained last: make serve CHECKPOINT='checkpoints/new/best'\n" in output
+    command = re.search("what was trained last: (.*)", output)[1]
+    assert make(command)[0] == ["-m", "service", "--checkpoint", "checkpoints/it's new/best"]
     assert "trained last" not in make("make serve CHECKPOINT=checkpoints/old/best")[1]
 
 

@@ -434,7 +434,7 @@ def ended_by(process: subprocess.Popen[str], number: signal.Signals, code: int) 
     ("program", "name", "number", "code"),
     [
         ("training", r"(\S*python\S*) -m training", signal.SIGINT, 130),
-        ("service.command", "chargpt", signal.SIGTERM, 143),
+        ("service.command", r"\S*chargpt", signal.SIGTERM, 143),
     ],
 )
 def test_a_signal_saves_and_prints_the_resume_command(tmp_path, program, name, number, code):
