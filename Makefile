@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DATA ?= tinyshakespeare
 PRESET ?= cpu
+MINUTES ?=
 # A value as one word of the shell's.
 quoted = '$(subst ','\'',$(1))'
 # The run of DATA: my of ../my.txt, names of names.txt.gz, src of a folder src/.
@@ -49,7 +50,8 @@ train: export MADE_BY = make train$(call given,DATA)$(call given,NAME)$(call giv
 train: export MADE_OUT = checkpoints/$(NAME)
 train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/NAME (default: DATA's); ARGS=--resume continues
 	$(BIN)/python -m training train $(if $(MINUTES),--minutes $(MINUTES)) \
-	  $(if $(and $(MINUTES),$(filter file,$(origin PRESET))),,--preset $(PRESET)) --data $(call quoted,$(DATA)) --out $(call quoted,checkpoints/$(NAME)) $(ARGS)
+	  $(if $(and $(MINUTES),$(filter file,$(origin PRESET))),,--preset $(PRESET)) --data $(call quoted,$(DATA)) \
+	  --out $(call quoted,checkpoints/$(NAME)) $(ARGS)
 	@$(call next,Serve it:,$(call quoted,checkpoints/$(NAME)/best))
 
 # Models that differ in their settings predict better together than models that differ in their seeds alone.
