@@ -47,6 +47,7 @@ serve: $(RUN) ## install, serve CHECKPOINT (default: the bundled one) on 127.0.0
 	$(BIN)/python -m service --checkpoint $(call quoted,$(CHECKPOINT)) $(ARGS)
 
 train: export MADE_BY = make train$(call given,DATA)$(call given,NAME)$(call given,PRESET)$(call given,MINUTES)
+train: export MADE_ARGS = $(ARGS)
 train: export MADE_OUT = checkpoints/$(NAME)
 train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/NAME (default: DATA's); ARGS=--resume continues
 	$(BIN)/python -m training train $(if $(MINUTES),--minutes $(MINUTES)) \

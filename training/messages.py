@@ -29,6 +29,12 @@ def made_by() -> str | None:
     return os.environ.get("MADE_BY")
 
 
+def args_with(settings: str) -> str:
+    """The ARGS that were given to make, with more flags."""
+    given = re.sub(r"(^|\s)--(resume|overwrite)(?=\s|$)", "", os.environ.get("MADE_ARGS", "")).strip()
+    return f"ARGS={shlex.quote(f'{given} {settings}'.strip())}"
+
+
 def program() -> str:
     """The program as the user typed it; `service.command` sets argv[0] to chargpt."""
     return "chargpt" if sys.argv[0] == "chargpt" else f"{_word(Path(sys.executable))} -m training"
@@ -42,7 +48,7 @@ def installing(extra: str) -> str:
 def resume_command(out: Path, processes: int, changes: Mapping[str, Any]) -> str:
     """changes: settings that differ from those in the last save."""
     if processes == 1 and (made := made_by()) and os.environ.get("MADE_OUT") == str(out):
-        return f"{made} ARGS={shlex.quote(f'--resume{flags(changes)}')}"
+        return f"{made} {args_with(f'--resume{flags(changes)}')}"
     if processes > 1:
         start = f"torchrun --nproc-per-node {processes} -m training"
     elif program() == "chargpt":

@@ -32,8 +32,11 @@ def test_a_second_make_train_names_its_three_ways(trained, monkeypatch, capsys):
     monkeypatch.setenv("MADE_BY", "make train DATA='my text'")
     assert call(trained) == 1
     error = capsys.readouterr().err
-    ways = "ARGS=--resume continues that run, ARGS=--overwrite replaces it, with NAME=… keeps it\n"
-    assert error.endswith(f"log.jsonl, loss.png: make train DATA='my text' with {ways}")
+    ways = "ARGS=--resume to continue that run, ARGS=--overwrite to replace it, or NAME=… to keep it"
+    assert error.endswith(f"log.jsonl, loss.png; give make {ways}\n")
+    monkeypatch.setenv("MADE_ARGS", "--resume --threads 1")
+    assert call(trained) == 1
+    assert "give make ARGS='--threads 1 --resume' to continue" in capsys.readouterr().err
     assert call(["train", "--data", "absent.txt", "--out", "other"]) == 1
     error = capsys.readouterr().err
     assert "--data takes UTF-8 files" in error
@@ -47,6 +50,11 @@ def test_resuming_is_said_as_the_run_was_started(monkeypatch):
     monkeypatch.setenv("MADE_OUT", str(out))
     assert resume_command(out, 1, {}) == "make train DATA='my text' ARGS=--resume"
     assert resume_command(out, 1, {"steps": 9}) == "make train DATA='my text' ARGS='--resume --steps 9'"
+    monkeypatch.setenv(
+        "MADE_ARGS", "--seed 3 --overwrite --data 'a b'"
+    )  # with make's preset, all settings are compared
+    _, *variables = shlex.split(resume_command(out, 1, {}))
+    assert variables[-1] == "ARGS=--seed 3 --data 'a b' --resume"
     assert resume_command(Path("other"), 1, {}).endswith("train --resume --out other")  # by --out in ARGS
     assert resume_command(out, 2, {}).startswith("torchrun ")
     monkeypatch.setattr(sys, "argv", ["chargpt"])
