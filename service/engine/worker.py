@@ -170,7 +170,7 @@ class EngineLoop(LitLoop):
         deltas = engine.step()
         seconds = time.monotonic() - receiving_until
         if is_saturated:
-            num_ended = sum(delta.ended_at is not None for delta in deltas)
+            num_ended = sum(delta.ended_at is not None for delta in deltas) + engine.stats.num_candidates
             hosted.drain.observe(began, num_ended, time.monotonic())
         if not is_saturated or not engine.has_work:
             hosted.drain.pause()
@@ -208,9 +208,9 @@ class EngineLoop(LitLoop):
             case ConsumerLost():
                 self._early = [it for it in self._early if it[0] != consumer_id]
                 for hosted in host.models.values():
-                    for sequence in hosted.engine.scheduler:
-                        if consumer_of(sequence.id) == consumer_id:
-                            hosted.engine.abort(sequence.id)
+                    for id in hosted.engine.ids:
+                        if consumer_of(id) == consumer_id:
+                            hosted.engine.abort(id)
 
     def _stop(self, *_: Any) -> None:
         """SIGTERM: exit once no HTTP process is connected; they end first."""
