@@ -5,7 +5,8 @@ model chooses freely. A candidate is dropped at the first character after which 
 draw from p(text | the condition) (rejection sampling). It costs 1 / acceptance candidates.
 
 Candidates are numbered, and each has a seed that follows from the draw's seed and its number. The answers are the first
-ones that match in the order of these numbers, so they are the same whatever else runs, in whatever order candidates end.
+ones that match in the order of these numbers. So they are the same whatever else runs, and whichever candidate ends
+first.
 """
 
 from __future__ import annotations

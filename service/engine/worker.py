@@ -240,6 +240,10 @@ def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -
         metrics.prefix_cache_hit_tokens.inc(stats.num_copied_tokens)
     if stats.num_dropped_tokens:
         metrics.dropped_tokens.inc(stats.num_dropped_tokens)
+    if stats.num_candidates:
+        metrics.exact_candidates.inc(stats.num_candidates)
+        metrics.exact_matches.inc(stats.num_matches)
+        metrics.exact_candidate_tokens.inc(stats.num_candidate_tokens)
     # A version before or after this one has the same series.
     schedulers = [other.engine.scheduler for other in host.models.values() if other.metrics is metrics]
     running = sum(scheduler.num_running for scheduler in schedulers)

@@ -9,11 +9,14 @@ import torch
 
 from service.constrain.automaton import MinimumLength
 from service.constrain.regex import compile_choice, compile_regex, compile_without
+from service.engine.backends import open_runner
 from service.engine.draw import candidate_seed
+from service.engine.engine import Engine
 from service.engine.scheduler import BusyError
 from service.model.params import SamplingParams
 from service.wire import Draw, Submit, floats
-from tests.engine.test_engine import CLOCKS, at_once, backend, jumping, make, on_any  # noqa: F401
+from tests.engine.test_cuda import runner_of
+from tests.engine.test_engine import CLOCKS, ON_CPU, jumping
 from tests.helpers import random_model
 
 CHARACTERS = "ab\n"
@@ -25,6 +28,26 @@ END = CHARACTERS.index("\n")
 def exact():
     """Over three characters, of which the last one ends a record."""
     return random_model(torch.float64, seed=5, vocab_size=len(CHARACTERS), block_size=8)
+
+
+@pytest.fixture(params=[*ON_CPU, "cuda"])
+def backend(request):
+    return request.param
+
+
+at_once = pytest.mark.parametrize("backend", ON_CPU, indirect=True)
+on_any = pytest.mark.parametrize("backend", ON_CPU[:1], indirect=True)
+
+
+@pytest.fixture
+def make(backend, exact):
+    """Makes an engine over `exact`, in float64."""
+
+    def make(slots=8, **options):
+        runner = runner_of(exact, slots) if backend == "cuda" else open_runner(exact, backend, "float64", slots)
+        return Engine(runner, **options)
+
+    return make
 
 
 @pytest.fixture
@@ -204,7 +227,7 @@ def test_answers_under_load_are_drawn_from_the_conditional_distribution(make, ex
 
 
 @pytest.mark.parametrize("case", ["forced beginning", "at least"])
-def test_answers_are_the_same_whatever_runs_beside_them(make, case, backend):  # noqa: F811
+def test_answers_are_the_same_whatever_runs_beside_them(make, case, backend):
     options = CASES[case][0]
     requests = [draw(i, answers=3, seed=i, **options) for i in range(2)]
     expected = run(make(3, clock=jumping(2)), requests)
