@@ -339,6 +339,8 @@ class Limits(msgspec.Struct):
     max_prompt_characters: int
     max_tokens: int
     max_score_texts: int
+    max_candidates: int
+    max_candidate_characters: int
     max_regex_characters: int
     max_body_bytes: int
     max_request_bytes: int
