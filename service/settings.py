@@ -191,6 +191,10 @@ class Settings(BaseSettings):
     max_score_texts: Positive = Field(10_000, description="maximum texts per request of /v1/score")
     # The service compiles short patterns of its own under this limit, such as "[^\n]".
     max_regex_characters: int = Field(1000, ge=16, le=10_000, description="maximum length of a regex or stop_regex")
+    max_candidates: Positive = Field(10_000, description="maximum candidates for an exact answer")
+    max_candidate_characters: Positive = Field(
+        1_000_000, description="maximum characters of candidates for an exact answer"
+    )
     attention: bool = Field(True, description="serve /v1/attention, which runs in the HTTP processes")
     max_body_bytes: Bytes = Field(4 << 20, le=1 << 30, description="maximum size of a request body")
 

@@ -35,6 +35,14 @@ class Hello(msgspec.Struct, gc=False, array_like=True, tag=True):
     consumer_id: int
 
 
+class Draw(msgspec.Struct, gc=False, array_like=True):
+    """How many exact answers to draw, and what they may cost: candidates, and characters of candidates."""
+
+    answers: int
+    max_candidates: int
+    max_characters: int
+
+
 class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     """One sequence to run: a prompt and how to continue it."""
 
@@ -62,6 +70,7 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     weight: float = 1.0  # of the client, above 0: how large a part is fair
     model: int = 0  # id of the version of a checkpoint (catalog.py)
     reuse_group: str = ""  # keys and values are copied between sequences of the same group alone
+    draw: Draw | None = None  # run free candidates, and answer with those that match the constraint and min_tokens
 
 
 def share(request: Submit, before: Submit) -> None:
@@ -136,6 +145,24 @@ class Logprobs(msgspec.Struct, gc=False, array_like=True):
             yield value, list(zip(ids[start:end], values[start:end], strict=True))
 
 
+class Answer(msgspec.Struct, gc=False, array_like=True):
+    """A candidate that matched."""
+
+    length: int  # in ids
+    seed: int  # of the candidate
+    finish_reason: FinishReason  # stop or length
+
+
+class Drawn(msgspec.Struct, gc=False, array_like=True):
+    """What a draw has cost so far, of candidates in the order of their numbers: the same at any load."""
+
+    candidates: int = 0  # tried
+    matches: int = 0
+    characters: int = 0  # that were chosen for these candidates
+    nearest: int | None = None  # fewest characters that a dropped candidate lacked to a match
+    longest: int = 0  # most characters that a dropped candidate had in the pattern
+
+
 class Delta(msgspec.Struct, gc=False, array_like=True):
     """New ids of a sequence. The last delta has a finish reason.
 
@@ -152,6 +179,8 @@ class Delta(msgspec.Struct, gc=False, array_like=True):
     logprobs: Logprobs | None = None  # of `ids`
     prompt_logprobs: Logprobs | None = None  # of the next ids of the prompt
     num_unseen: int = 0  # with the finish reason: ids that ran and were not emitted, or of a prompt that ran in part
+    answers: list[Answer] = []  # of a draw: the answers that `ids` consist of
+    drawn: Drawn | None = None  # of a draw, with its answers and with the finish reason
 
 
 class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
@@ -177,6 +206,7 @@ class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
                 or delta.prefilled_at is not None
                 or delta.logprobs is not None
                 or delta.prompt_logprobs is not None
+                or delta.answers
             ):
                 others.append(delta)
         return cls(sequences, counts, ids.tobytes(), others)

@@ -18,7 +18,16 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from service import release
-from training.config import DATA_HELP, EXCLUDE_HELP, GLOB_HELP, MIN_COUNT_HELP, PRESETS, Device, TrainConfig
+from training.config import (
+    DATA_HELP,
+    EXCLUDE_HELP,
+    GLOB_HELP,
+    MAX_CANDIDATES,
+    MIN_COUNT_HELP,
+    PRESETS,
+    Device,
+    TrainConfig,
+)
 from training.messages import Refusal, made_by, program
 
 ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
@@ -100,6 +109,7 @@ def build_parser(show_all: bool = False) -> Parser:
     )  # fmt: skip
     p.add_argument("--stop-regex", metavar="REGEX", help="end a text before the first match of this regular expression")
     p.add_argument("--regex", help="what follows the prompt matches this regular expression as a whole")
+    add_exact_flags(p)
     add_unknown_flags(p, "the prompt")
     p.add_argument("--unique", action="store_true", help="skip duplicate texts")
     p.add_argument("--novel", action="store_true", help="skip texts that are lines of the training text")
@@ -121,6 +131,7 @@ def build_parser(show_all: bool = False) -> Parser:
     add_model_flags(p)
     add_sampling_flags(p, n=None, max_tokens=5000)
     p.add_argument("--regex", help="for records: valid ones match this regular expression (Python's) as a whole")
+    add_exact_flags(p)
     p.add_argument(
         "--command", "--check", dest="check", metavar="CMD",
         help="for records: a command that prints the valid ones of its input",
@@ -152,6 +163,17 @@ def build_parser(show_all: bool = False) -> Parser:
     for some, more in ((parser, "commands"), (commands.choices["train"], "flags")):
         some.add_argument(HELP_ALL, action="help", help=f"show the less common {more} too, and exit")
     return parser
+
+
+def add_exact_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--exact", action="store_true",
+        help="with --regex: sample freely and keep what matches, as the model itself writes it under this condition",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-candidates", type=int, default=MAX_CANDIDATES, metavar="N",
+        help="of --exact: the most candidates for a text, on average (default: %(default)s)",
+    )  # fmt: skip
 
 
 def add_config_flags(parser: argparse.ArgumentParser, show_all: bool) -> None:

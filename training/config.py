@@ -31,6 +31,7 @@ expert = functools.partial(option, is_common=False)
 
 
 MIN_WINDOW = 16  # characters; shorter ones would teach little
+MAX_CANDIDATES = 10_000  # of sample --exact, for a text, on average
 DATA_HELP = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
 GLOB_HELP = "of a folder, take only the files whose names match one of these: '*.py' 'docs/*.md'"
 MIN_COUNT_HELP = "characters that occur fewer times become one unknown symbol, U+FFFD; the line break never does"

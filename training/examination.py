@@ -18,9 +18,10 @@ import numpy as np
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
-from training.config import ConfigError
+from service.wire import Drawn
+from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
-from training.sample import beginning_of_record, sample_texts
+from training.sample import Condition, beginning_of_record, sample_texts
 
 CHUNK = 1 << 22  # training characters hashed at a time
 MAX_SHOWN = 200  # characters of a copied passage
@@ -42,15 +43,25 @@ class Examination:
 
 
 def examine(
-    model: GPT, corpus: Corpus, count: int, max_tokens: int, seed: int, regex: str | None, check: str | None
+    model: GPT,
+    corpus: Corpus,
+    count: int,
+    max_tokens: int,
+    seed: int,
+    regex: str | None,
+    check: str | None,
+    drawn: Drawn | None = None,
+    max_candidates: int = MAX_CANDIDATES,
 ) -> Examination:
     """Generate texts, or records, and compare them with the text that the model was trained on.
 
     regex, check: what decides whether a record is valid: a regular expression of Python's that matches the whole, and
     a command.
+    drawn: the records are exact answers to regex, and this counts what they cost, as in `sample_texts`.
 
     Raises:
         ConfigError: the pattern is invalid, or as `valid_records`.
+        ExhaustedError: as `sample_texts`.
     """
     tokenizer, device = corpus.tokenizer, str(model.head.weight.device)
     params = SamplingParams(seed=seed, logit_bias=tokenizer.sampling_bias)
@@ -66,9 +77,13 @@ def examine(
         texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in generated]
         return Examination(columns, texts, [copied_passages(array, corpus.train) for array in arrays])
     end = int(corpus.train[0])
+    condition = None
+    if drawn is not None and regex is not None:
+        condition = Condition.of(regex, tokenizer, max_tokens, end, is_empty=True)
     found = sample_texts(
-        model, [end], count, max_tokens, params, stop=((end,),), begins=beginning_of_record(tokenizer), device=device
-    )
+        model, [end], count, max_tokens, params, stop=((end,),), begins=beginning_of_record(tokenizer), device=device,
+        condition=condition, drawn=drawn, max_candidates=max_candidates,
+    )  # fmt: skip
     texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in found]
     records = [record for _, record in texts]
     known, unseen = (tokenizer.decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
+from service.wire import Drawn
 from training.config import ConfigError
 from training.data import Corpus
 from training.display import LOSSES, curves, figure_of, print_copies, verdict
@@ -25,7 +26,7 @@ from training.examination import MAX_SHOWN, NGRAM, Examination, examine
 from training.inputs import find_checkpoint, load_model, training_corpus
 from training.log import read_log
 from training.messages import plural
-from training.sample import check_counts
+from training.sample import acceptance, check_counts
 
 MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown
 MAX_CHARACTERS = 2000  # of a text
@@ -57,8 +58,13 @@ def command(args: argparse.Namespace) -> None:
     if (args.check is not None or args.regex is not None) and not are_records:
         raise ConfigError("--regex and --command are for models of records")
     corpus = training_corpus(checkpoint, args)
-    found = examine(model, corpus, args.n, args.max_tokens, args.seed, args.regex, args.check)
+    drawn = Drawn() if args.exact else None
+    found = examine(
+        model, corpus, args.n, args.max_tokens, args.seed, args.regex, args.check, drawn, args.max_candidates
+    )
     print_copies(Console(highlight=False), found.columns)
+    if drawn is not None:
+        print(acceptance(drawn), file=sys.stderr)
     if page := args.html or (run and run / "report.html"):
         write_page(page, checkpoint, corpus, found, run)
         print(f"report {page}", file=sys.stderr)

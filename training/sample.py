@@ -11,20 +11,22 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from service.constrain.regex import compile_regex
+from service.constrain.automaton import MinimumLength
+from service.constrain.regex import RegexError, compile_regex, ended
 from service.engine.backends import open_runner
 from service.engine.engine import Engine
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
-from service.wire import Submit
-from training.config import ConfigError
+from service.wire import Draw, Drawn, Submit
+from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
 from training.inputs import Encoder, compile_pattern, load_model, training_corpus
 from training.messages import Refusal, plural, unescaped
@@ -73,23 +75,18 @@ def command(args: argparse.Namespace) -> None:
         prompt, given = tokenizer.encode(begins), begins.strip("\n")
     elif end is not None and prompt[0] != end:
         prompt = [end, *prompt]  # a record begins after the line break of the one before
-    stop_pattern = constraint = None
+    stop_pattern, condition = None, None
     if args.stop_regex is not None:
         stop_pattern = compile_pattern("--stop-regex", args.stop_regex, tokenizer).pack()
     if args.regex is not None:
-        automaton = compile_pattern("--regex", args.regex, tokenizer)
-        if automaton.min_length > args.max_tokens:
-            raise ConfigError(
-                f"--regex: the shortest match has {plural(automaton.min_length, 'character')}, --max-tokens is "
-                f"{args.max_tokens:,}"
-            )
-        constraint = automaton.pack()
+        condition = Condition.of(args.regex, tokenizer, args.max_tokens, end, is_empty=prompt[-1] == end)
     is_known = known_lines(training_corpus(checkpoint, args)) if args.novel else None
     is_begun = end is None or prompt[-1] != end or (end,) not in stop  # or else no text is to end at once
+    drawn = Drawn() if args.exact else None
     texts = sample_texts(
         model, prompt, args.n, args.max_tokens, params,
-        stop=stop, stop_pattern=stop_pattern, constraint=constraint, unique=args.unique,
-        begins=None if is_begun else beginning_of_record(tokenizer),
+        stop=stop, stop_pattern=stop_pattern, condition=condition, unique=args.unique,
+        begins=None if is_begun else beginning_of_record(tokenizer), drawn=drawn, max_candidates=args.max_candidates,
         is_novel=is_known and (lambda ids: not is_known((given + tokenizer.decode(ids)).removeprefix("\n"))),
         device=str(model.head.weight.device),
     )  # fmt: skip
@@ -110,6 +107,8 @@ def command(args: argparse.Namespace) -> None:
     finally:  # before an error's line too
         if args.format == "text":
             print(flush=True)
+    if drawn is not None:
+        print(acceptance(drawn), file=sys.stderr)
     if args.n > 1:
         seconds = time.monotonic() - started
         speed = f"{plural(characters, 'character')} in {seconds:.1f} s, {characters / seconds:,.0f} characters/s"
@@ -119,6 +118,51 @@ def command(args: argparse.Namespace) -> None:
 def check_counts(args: argparse.Namespace) -> None:
     if args.n < 1 or args.max_tokens < 1:
         raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
+    if args.max_candidates < 1:
+        raise ConfigError(f"--max-candidates must be at least 1, got {args.max_candidates}")
+    if args.exact and args.regex is None:
+        raise ConfigError("--exact needs --regex")
+
+
+def acceptance(drawn: Drawn) -> str:
+    """For people: what exact texts have cost."""
+    share = drawn.matches / max(1, drawn.candidates)
+    counts = f"{drawn.matches:,} of {plural(drawn.candidates, 'candidate')}"
+    return f"acceptance {100 * share:.3g} %: {counts} matched, {plural(drawn.characters, 'character')} were sampled"
+
+
+class Condition(NamedTuple):
+    """What a text must match, as in Submit."""
+
+    constraint: bytes
+    minimum: bytes | None
+    may_leave: bool
+    stop: tuple[tuple[int, ...], ...]
+    num_more: int  # characters of the end of a record, which is no part of the text
+
+    @classmethod
+    def of(
+        cls, pattern: str, tokenizer: CharTokenizer, max_tokens: int, end: int | None, is_empty: bool = False
+    ) -> Condition:
+        """Of a model of records (end: its line break), a match is a whole one. is_empty: it has no character yet.
+
+        Raises:
+            ConfigError: the pattern is invalid, or no match is that short.
+        """
+        automaton, minimum, num_more = compile_pattern("--regex", pattern, tokenizer), None, int(end is not None)
+        try:
+            automaton = automaton if end is None else ended(automaton, end)
+        except RegexError:
+            raise ConfigError("--regex: nothing can match: a record has a line break at its end alone") from None
+        if automaton.min_length - num_more > max_tokens:
+            shortest = plural(automaton.min_length - num_more, "character")
+            raise ConfigError(f"--regex: the shortest match has {shortest}, --max-tokens is {max_tokens:,}")
+        if end is not None and is_empty and automaton.min_length < 2:
+            found = MinimumLength.of(automaton, 2, max_tokens + 1)
+            if found is None:
+                raise ConfigError("--regex: no match has a character, and no record is empty")
+            minimum = found.pack()
+        return cls(automaton.pack(), minimum, end is None, () if end is None else ((end,),), num_more)
 
 
 def known_lines(corpus: Corpus) -> Callable[[str], bool]:
@@ -142,36 +186,90 @@ def sample_texts(
     *,
     stop: tuple[tuple[int, ...], ...] = (),
     stop_pattern: bytes | None = None,
-    constraint: bytes | None = None,
+    condition: Condition | None = None,
     begins: bytes | None = None,
     unique: bool = False,
     is_novel: Callable[[list[int]], bool] | None = None,
     device: str = "cpu",
+    drawn: Drawn | None = None,
+    max_candidates: int = MAX_CANDIDATES,
 ) -> Iterator[tuple[int, list[int]]]:
     """(seed, completion) of `count` texts, in seed order; skips repeated ones if `unique`, and those not `is_novel`.
 
-    stop_pattern, constraint: packed automata, as in Submit; begins: one that the first character alone follows, in
-    place of a constraint. device: where a copy of the model runs; a training run
-    leaves its own to the steps.
+    stop_pattern: a packed automaton, as in Submit; begins: one that the first character alone follows, in place of a
+    condition. device: where a copy of the model runs; a training run leaves its own to the steps.
+    drawn: the texts are exact answers under the condition, and this counts what they cost: at most max_candidates for a
+    text, on average.
 
     Raises:
-        ExhaustedError: more than SKIPPED_PER_TEXT · count or MAX_SKIPPED consecutive texts were skipped.
+        ExhaustedError: more than SKIPPED_PER_TEXT · count or MAX_SKIPPED consecutive texts were skipped, or too few
+            candidates match.
     """
-    running, threads = min(count, MAX_RUNNING), torch.get_num_threads()
+    running, threads = min(count, MAX_RUNNING) if drawn is None else MAX_RUNNING, torch.get_num_threads()
     runner = open_runner(model, slots=running, threads=threads, device=device)
     if not computes(runner, model):  # gpt.py has changed
         runner = open_runner(model, "torch", slots=running, threads=threads, device=device)
     engine = Engine(runner, max_waiting=running)
-    shared = Submit(
-        0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern,
-        constraint=constraint or begins, constrains_first=begins is not None,
-    )  # fmt: skip
-    numbers = itertools.count() if unique or is_novel is not None else iter(range(count))
-    completions: dict[int, tuple[int, list[int]]] = {}  # (seed, ids) by number, in order
-    finished: set[int] = set()
+    shared = Submit(0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern)
+    if condition is not None:
+        shared.constraint, shared.minimum, shared.may_leave, shared.stop, num_more = condition
+        shared.max_tokens += num_more
+    elif begins is not None:
+        shared.constraint, shared.constrains_first = begins, True
+    found: Iterator[tuple[int, list[int]]]
+    has_filter = unique or is_novel is not None
+    if drawn is not None:
+        answers = count * max_candidates if has_filter else count
+        shared.draw = Draw(answers, count * max_candidates, 2**62)
+        found = _drawn(engine, shared, drawn)
+    else:
+        found = _in_order(engine, shared, running, None if has_filter else count)
     seen: set[tuple[int, ...]] = set()
     remaining, skipped = count, 0  # skipped: since the last new text
-    while remaining:
+    for seed, ids in found:
+        if (unique and tuple(ids) in seen) or (is_novel is not None and not is_novel(ids)):
+            skipped += 1
+            if skipped > min(SKIPPED_PER_TEXT * count, MAX_SKIPPED):
+                kind = " ".join(["distinct"] * unique + ["novel"] * (is_novel is not None))
+                raise ExhaustedError(
+                    f"found only {plural(count - remaining, f'{kind} text')} of {count:,} requested; raise the "
+                    "temperature or request fewer"
+                )
+            continue
+        skipped = 0
+        if unique:
+            seen.add(tuple(ids))
+        remaining -= 1
+        yield seed, ids
+        if not remaining:
+            return
+    assert drawn is not None
+    raise ExhaustedError(
+        f"found only {plural(count - remaining, 'text')} of {count:,} requested: {acceptance(drawn)}; raise "
+        "--max-candidates, loosen --regex or request fewer"
+    )
+
+
+def _drawn(engine: Engine, request: Submit, drawn: Drawn) -> Iterator[tuple[int, list[int]]]:
+    """Exact answers: (seed, completion) of each; `drawn` counts what they cost."""
+    engine.submit(request)
+    while engine.has_work:
+        for delta in engine.step():
+            start = 0
+            for name in Drawn.__struct_fields__:
+                setattr(drawn, name, getattr(delta.drawn, name))
+            for answer in delta.answers:
+                yield answer.seed, delta.ids[start : start + answer.length]
+                start += answer.length
+
+
+def _in_order(engine: Engine, shared: Submit, running: int, count: int | None) -> Iterator[tuple[int, list[int]]]:
+    """(seed, completion) of `count` texts, or without end, in seed order."""
+    params, prompt = shared.sampling, shared.prompt
+    numbers = itertools.count() if count is None else iter(range(count))
+    completions: dict[int, tuple[int, list[int]]] = {}  # (seed, ids) by number, in order
+    finished: set[int] = set()
+    while count is None or count:
         for number in itertools.islice(numbers, 2 * running - len(engine.scheduler)):
             seed = (params.seed + number) & MAX_SEED
             sampling = msgspec.structs.replace(params, seed=seed)
@@ -181,20 +279,7 @@ def sample_texts(
             completions[delta.id][1].extend(delta.ids)
             if delta.finish_reason is not None:
                 finished.add(delta.id)
-        while remaining and (first := next(iter(completions), -1)) in finished:
-            seed, ids = completions.pop(first)
+        while (first := next(iter(completions), -1)) in finished:
             finished.remove(first)
-            if (unique and tuple(ids) in seen) or (is_novel is not None and not is_novel(ids)):
-                skipped += 1
-                if skipped > min(SKIPPED_PER_TEXT * count, MAX_SKIPPED):
-                    kind = " ".join(["distinct"] * unique + ["novel"] * (is_novel is not None))
-                    raise ExhaustedError(
-                        f"found only {plural(count - remaining, f'{kind} text')} of {count:,} requested; raise the "
-                        "temperature or request fewer"
-                    )
-                continue
-            skipped = 0
-            if unique:
-                seen.add(tuple(ids))
-            remaining -= 1
-            yield seed, ids
+            yield completions.pop(first)
+            count = None if count is None else count - 1

@@ -131,6 +131,10 @@ class MinimumLength:
         good = np.append(layer, False)[automaton.table[state]]  # (classes,)
         return _remember(self._masks, key, good, automaton.classes)
 
+    def reaches(self, state: int, missing: int) -> bool:
+        """Whether a text in this state, so many characters short of the minimum, can reach a match."""
+        return bool(self.layers[self._index(missing), state // 8] >> (7 - state % 8) & 1)
+
     def pack(self) -> bytes:
         return _pack(np.array([self.length, self.repeat]), self.layers)
 
@@ -152,7 +156,10 @@ class Guide:
     text matches when nothing remains.
 
     Without `may_leave`, ids outside the pattern are allowed only if no other is. If all ids stay in the pattern and
-    none can be completed, all are allowed and `push` refuses any. native.cpp follows the same rules.
+    none can be completed, all are allowed and `push` refuses any.
+
+    Without `masks`, every id is allowed always: `push` refuses one after which no match can follow, and `accepts` says
+    whether the text before it matches. native.cpp follows the same rules.
     """
 
     def __init__(
@@ -161,10 +168,12 @@ class Guide:
         maximum: int = 2**31 - 1,
         minimum: MinimumLength | None = None,
         may_leave: bool = True,
+        masks: bool = True,
     ):
         self.automaton = automaton
         self.minimum = minimum
         self.may_leave = may_leave
+        self.masks = masks
         self.state = 0
         self.remaining = maximum  # characters, to the maximum
         self.missing = 0 if minimum is None else minimum.length  # characters, to the minimum
@@ -183,8 +192,34 @@ class Guide:
         """Whether the text so far matches and no longer text with this beginning does."""
         return self.may_end and bool((self.automaton.table[self.state] < 0).all())
 
+    @property
+    def distance(self) -> int:
+        """Fewest characters that are missing to a match."""
+        return int(self._distance(self.state))
+
+    def accepts(self, refused: int | None) -> bool:
+        """Whether the text so far matches and is long enough, and may end with the id that `push` refused, if any."""
+        if not self.may_end or self.missing:
+            return False
+        return refused is None or (self.may_leave and self._next(self.state, self._class_of(refused)) < 0)
+
+    def forced(self) -> list[int]:
+        """The ids with which every match goes on from here; they end where one may end."""
+        automaton, state = self.automaton, self.state
+        members = np.bincount(automaton.classes)
+        ids: list[int] = []
+        while not automaton.accepting[state]:
+            possible = np.flatnonzero(automaton.table[state] >= 0)  # at least one, as the state is live
+            if len(possible) > 1 or members[possible[0]] > 1:
+                break
+            ids.append(int(np.flatnonzero(automaton.classes == possible[0])[0]))
+            state = int(automaton.table[state, possible[0]])
+        return ids
+
     def allowed(self) -> np.ndarray | None:
         """The allowed next ids: (V,) bool, read-only and shared; None: all."""
+        if not self.masks:
+            return None
         assert self.automaton.distance[self.state] <= self.remaining > 0, "no matching text is that short"
         if self.missing:
             assert self.minimum is not None
@@ -201,14 +236,17 @@ class Guide:
         return _remember(masks, key, good, automaton.classes)
 
     def push(self, id: int) -> bool:
-        """Advance by the id chosen of those allowed; False: it ends the text and is not part of it."""
+        """Advance by the chosen id; False: it ends the text and is not part of it."""
         state = self._next(self.state, self._class_of(id))
         if state < 0 or self._distance(state) >= self.remaining:
             return False
+        if self.missing:
+            assert self.minimum is not None
+            if not self.masks and not self.minimum.reaches(state, self.missing - 1):
+                return False
+            self.missing -= 1
         self.state = state
         self.remaining -= 1
-        if self.missing:
-            self.missing -= 1
         return True
 
 

@@ -158,6 +158,43 @@ def compile_without(
     return _merge_classes(_tabulate(classes.astype(np.uint16), rows, [True] * len(states)))
 
 
+def intersection(one: Automaton, other: Automaton, *, max_states: int = 5000) -> Automaton:
+    """The automaton of the texts that match both.
+
+    Raises RegexError: no text does, or too many states.
+    """
+    pairs, classes = np.unique(np.stack([one.classes, other.classes]), axis=1, return_inverse=True)  # (2, classes)
+    tables = one.table, other.table
+
+    def after(state: tuple[int, int]) -> dict[int, tuple[int, int]]:
+        following = (table[s, its].tolist() for table, s, its in zip(tables, state, pairs, strict=True))
+        return {symbol: (a, b) for symbol, (a, b) in enumerate(zip(*following, strict=True)) if a >= 0 and b >= 0}
+
+    rows, states = _explore((0, 0), after, max_states)
+    accepting = [bool(one.accepting[a] and other.accepting[b]) for a, b in states]
+    return _live(classes.reshape(-1), rows, accepting)
+
+
+def ended(automaton: Automaton, end: int) -> Automaton:
+    """The automaton of its texts as whole records: each is followed by the id `end`, which it may have itself there.
+
+    Raises RegexError: every text has that id elsewhere.
+    """
+    symbol = int(automaton.table.shape[1])  # a class of its own
+    classes = automaton.classes.astype(np.int64)
+    before = int(classes[end])
+    classes[end] = symbol
+    table, last = automaton.table.tolist(), len(automaton.table)
+    rows: list[dict[int, int]] = []
+    for state, row in enumerate(table):
+        found = {c: following for c, following in enumerate(row) if following >= 0}
+        follows = found.get(before, -1)
+        if automaton.accepting[state] or (follows >= 0 and automaton.accepting[follows]):
+            found[symbol] = last
+        rows.append(found)
+    return _live(classes, [*rows, {}], [False] * last + [True])
+
+
 # -- character sets --
 
 
@@ -614,6 +651,36 @@ def _tabulate(classes: np.ndarray, rows: list[dict[int, int]], accepting: list[b
     for state, row in enumerate(rows):
         table[state, list(row)] = list(row.values())
     return Automaton(classes, table, np.array(accepting), _distances(rows, accepting))
+
+
+def _live(classes: np.ndarray, rows: list[dict[int, int]], accepting: list[bool]) -> Automaton:
+    """The automaton with these transitions, without states that a match does not pass, and as small as it can be.
+
+    Raises RegexError: there is no match.
+    """
+    used, numbers = np.unique(classes, return_inverse=True)  # a class may have no id left
+    place = {symbol: i for i, symbol in enumerate(used.tolist())}
+    rows = [{place[symbol]: to for symbol, to in row.items() if symbol in place} for row in rows]
+    before: list[list[int]] = [[] for _ in rows]
+    for state, row in enumerate(rows):
+        for following in set(row.values()):
+            before[following].append(state)
+    is_live = list(accepting)
+    queue = [state for state, accepts in enumerate(accepting) if accepts]
+    for state in queue:  # grows during the loop
+        for earlier in before[state]:
+            if not is_live[earlier]:
+                is_live[earlier] = True
+                queue.append(earlier)
+    if not is_live[0]:
+        raise RegexError("nothing can match")
+
+    def after(state: int) -> dict[int, int]:
+        return {symbol: to for symbol, to in rows[state].items() if is_live[to]}
+
+    kept, states = _explore(0, after)
+    automaton = _tabulate(numbers.reshape(-1).astype(np.uint16), kept, [accepting[state] for state in states])
+    return _merge_classes(_minimise(automaton))
 
 
 def _distances(rows: list[dict[int, int]], accepting: list[bool]) -> np.ndarray:

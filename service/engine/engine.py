@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import logging
 import time
 import weakref
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from service.engine.draw import Candidate, Draw, shared_out
 from service.engine.runner import FAILED, Outcome, Piece, Runner
 from service.engine.scheduler import MIN_PREFILL, Plan, Scheduler
 from service.engine.sequence import Sequence
@@ -47,6 +49,9 @@ class StepStats:
         self.num_decode_steps = 0  # of the longest row
         self.num_decode_tokens = 0
         self.num_dropped_tokens = 0  # chosen beyond a stop
+        self.num_candidates = 0  # of exact answers, that ended
+        self.num_matches = 0  # of these
+        self.num_candidate_tokens = 0
 
     @property
     def seconds(self) -> float:
@@ -151,29 +156,67 @@ class Engine:
         self._submitted: Callable[[], Sequence | None] = lambda: None  # the last one, while something else keeps it
         self._in_flight: list[Batch] = []  # launched by the last step, if the runner is asynchronous
         self._num_failures = 0  # calls in a row
+        self.draws: dict[int, Draw] = {}  # that have not ended, by id
+        self._candidate_ids = itertools.count(-1, -1)  # negative: no request's sequence has one
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended) or len(self.scheduler) > 0 or bool(self._in_flight)
+        return bool(self._ended) or len(self.scheduler) > 0 or bool(self._in_flight) or bool(self.draws)
+
+    @property
+    def ids(self) -> list[int]:
+        """Of what was submitted and has not ended."""
+        return [*self.draws, *(it.id for it in self.scheduler if not isinstance(it, Candidate))]
 
     def submit(self, request: Submit) -> Sequence:
-        """Queue a sequence.
+        """Queue a sequence, or the first candidate of a draw.
 
         Raises:
             BusyError: its client has no free slot and no place in the queue; nothing was queued.
         """
         if (before := self._submitted()) is not None:
             share(request, before.request)
+        if request.draw is not None:
+            return self._begin(Draw(request, self.clock(), self.config.receptive_field))
         sequence = Sequence(request, self.clock(), self.config.receptive_field)
         self._submitted = weakref.ref(sequence)
         self.scheduler.add(sequence)
         return sequence
 
+    def _begin(self, draw: Draw) -> Sequence:
+        """Raises BusyError: as `submit`."""
+        first = draw.next(next(self._candidate_ids), self.clock())
+        self.scheduler.add(first)
+        self.draws[draw.id] = draw
+        return first
+
     def abort(self, id: int, reason: FinishReason = "abort") -> None:
-        """End a sequence now; does nothing if it has ended already."""
+        """End a sequence or a draw now; does nothing if it has ended already."""
+        if id in self.draws:
+            self._end(self.draws[id], reason)
+            return
         sequence = self.scheduler.finish(id, reason)
-        if sequence is not None:
+        if isinstance(sequence, Candidate):  # it failed
+            sequence.draw.count(sequence)
+            self._end(sequence.draw, reason)
+        elif sequence is not None:
             self._ended.append(self._delta(sequence))
+
+    def _end(self, draw: Draw, reason: FinishReason | None = None) -> None:
+        """End a draw, early for a reason, and what still runs of it."""
+        if self.draws.pop(draw.id, None) is None:
+            return
+        self._give_up(list(draw.running.values()))
+        delta = draw.delta(self.clock(), reason)
+        assert delta is not None
+        self._ended.append(delta)
+
+    def _give_up(self, candidates: list[Candidate]) -> None:
+        """End candidates that can decide nothing any more."""
+        for candidate in candidates:
+            if self.scheduler.finish(candidate.id, "abort") is not None:
+                candidate.draw.count(candidate)
+            candidate.draw.running.pop(candidate.number, None)
 
     def step(self) -> list[Delta]:
         """One turn: schedule, launch (some decode steps in one call, then pieces of prompts), finish.
@@ -188,6 +231,12 @@ class Engine:
         scheduler = self.scheduler
         for id in scheduler.expired(stats.started_at):
             self.abort(id, "timeout")
+        for draw in [draw for draw in self.draws.values() if draw.deadline <= stats.started_at]:
+            self._end(draw, "timeout")
+        if self.draws:
+            waiting = sum(it.slot is None for draw in self.draws.values() for it in draw.running.values())
+            for draw in shared_out(self.draws.values(), scheduler.num_free - waiting):
+                scheduler.add(draw.next(next(self._candidate_ids), stats.started_at))
         deltas, self._ended = self._ended, []
         if scheduler.num_guided and not self.runner.follows_guides:  # whose masks follow from their last characters
             self._finish(self._in_flight, deltas)
@@ -375,6 +424,9 @@ class Engine:
                 self._take(sequence, ids, report, batch.pieces[b] if batch.pieces else None, b in failed)
                 if sequence.is_finished:
                     self.scheduler.remove(sequence)
+                if isinstance(sequence, Candidate):
+                    self._update_draw(sequence)
+                    continue
                 delta = self._delta(sequence)
                 is_timed = delta.prefilled_at is not None  # though its first character may begin a stop
                 if delta.ids or delta.prompt_logprobs is not None or is_timed or sequence.is_finished:
@@ -387,6 +439,24 @@ class Engine:
                     delta.ended_at = self.clock()
                     self.scheduler.remove(sequence)
                 deltas.append(delta)
+
+    def _update_draw(self, candidate: Candidate) -> None:
+        """A candidate has run on."""
+        draw, stats = candidate.draw, self.stats
+        if candidate.prefilled_at is not None and not draw.is_timed:
+            draw.scheduled_at, draw.prefilled_at = candidate.scheduled_at, candidate.prefilled_at
+        if candidate.finish_reason == "error":
+            draw.count(candidate)
+            self._end(draw, "error")
+        elif candidate.is_finished:
+            stats.num_candidates += 1
+            stats.num_matches += candidate.matches
+            stats.num_candidate_tokens += candidate.num_drawn
+            self._give_up(draw.ended(candidate))
+        if draw.is_finished:
+            self._end(draw)
+        elif (delta := draw.delta(stats.ended_at)) is not None:
+            self._ended.append(delta)
 
     def _take(
         self, sequence: Sequence, ids: list[int], report: Logprobs | None, piece: Piece | None, has_failed: bool

@@ -489,7 +489,7 @@ struct ChargptGuide {
   const int32_t* distance;   // (states,) fewest characters to an accepting state
   const uint8_t* layers;     // (num_layers, layer_bytes) bits of states, the first the highest; null: no minimum
   int32_t num_classes, layer_bytes, num_layers, repeat;
-  int32_t state, remaining, missing, may_leave;  // remaining to the maximum, missing to the minimum length
+  int32_t state, remaining, missing, rules;  // remaining to the maximum, missing to the minimum length; MAY_LEAVE | …
 };
 
 struct ChargptItem {
@@ -518,6 +518,8 @@ struct ChargptConfig {
 
 namespace {
 
+enum Rules : int32_t { MAY_LEAVE = 1, MASKS = 2 };  // of a guide
+
 // The path of a sequence through its guide during a call; what is allowed is said in constrain/automaton.py.
 struct Walk {
   const ChargptGuide* guide = nullptr;
@@ -529,14 +531,14 @@ struct Walk {
 
   // Fills allowed (V,) and returns it; null: all ids are allowed.
   const uint8_t* allow(uint8_t* allowed, int V) {
-    if (!guide) return nullptr;
+    if (!guide || !(guide->rules & MASKS)) return nullptr;
     bool any = false;
     for (int i = 0; i < V; ++i) {
       const int next = after(i);
       allowed[i] = next >= 0 && (missing ? reaches(next) : guide->distance[next] < remaining);
       any = any || allowed[i];
     }
-    if (!missing && guide->accepting[state] && (guide->may_leave || !any))
+    if (!missing && guide->accepting[state] && (guide->rules & MAY_LEAVE || !any))
       for (int i = 0; i < V; ++i)
         if (after(i) < 0) any = true, allowed[i] = true;
     return any ? allowed : nullptr;
@@ -547,6 +549,7 @@ struct Walk {
     if (!guide) return true;
     const int next = after(id);
     if (next < 0 || guide->distance[next] >= remaining) return false;
+    if (missing && !(guide->rules & MASKS) && !reaches(next)) return false;
     state = next;
     --remaining;
     if (missing) --missing;
@@ -1592,7 +1595,7 @@ bool fits_half(const ChargptConfig& c, const float* const* weights) {
 
 // The layout of the structures above, which native.py must share.
 API int32_t chargpt_layout(void) {
-  return 4 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
+  return 5 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
 }
 
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {

@@ -110,7 +110,7 @@ def opened(path: Path, name: str, revision: int) -> ctypes.CDLL:
 
 def _load(path: Path) -> ctypes.CDLL:
     """Raises RuntimeError: as `opened`."""
-    layout = 4 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+    layout = 5 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
     library = opened(path, "chargpt_layout", layout)
     for name, arguments in {
         "chargpt_open": [POINTER(_Config), POINTER(POINTER(c_float)), POINTER(c_void_p)],
@@ -246,7 +246,7 @@ class NativeRunner(Runner):
             raise RuntimeError("the native engine was opened in another process, and its threads are there")
         shared = [_addresses(guide.automaton, guide.minimum) for guide in guides.values()]  # whose arrays must live on
         packed = b"".join(
-            _GUIDE.pack(*its, guide.state, guide.remaining, guide.missing, guide.may_leave)
+            _GUIDE.pack(*its, guide.state, guide.remaining, guide.missing, guide.may_leave | guide.masks << 1)
             for (its, _), guide in zip(shared, guides.values(), strict=True)
         )
         if guides:

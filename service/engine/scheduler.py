@@ -105,10 +105,10 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return self.slots - self._num_free
+        return self.slots - self.num_free
 
     @property
-    def _num_free(self) -> int:
+    def num_free(self) -> int:
         return len(self._free) - len(self.copying)
 
     @property
@@ -149,7 +149,7 @@ class Scheduler:
 
     def _num_reserved(self, request: Submit) -> int:
         """Free slots that the client of a new request may take although others may not."""
-        return self._num_free - self.num_open if self.queue.is_below_share(request) else 0
+        return self.num_free - self.num_open if self.queue.is_below_share(request) else 0
 
     def expected_wait(self, request: Submit, rate: float | None) -> float:
         """Seconds until a new request gets a slot if `rate` sequences end per second; 0 if that is unknown."""
@@ -208,7 +208,7 @@ class Scheduler:
                 spent += self._start(sequence, starts)
             else:
                 self.copying.append((sequence, source, length))
-        while self._num_free and 2 * spent < budget:
+        while self.num_free and 2 * spent < budget:
             first = self.queue.pop(below_share=not self.num_open)
             if first is None:
                 break

@@ -97,6 +97,7 @@ class Sequence:
         self.charged: int | None = None  # to its client, in characters; None: it waits
         self.num_emitted = 0  # completion ids emitted
         self.num_cut = 0  # ids at the end that belong to a stop
+        self.refused: int | None = None  # the id with which its pattern ended it, which is not part of it
         self.finish_reason: FinishReason | None = None
         self.scheduled_at = math.nan
         self.prefilled_at: float | None = None
@@ -192,7 +193,7 @@ class Sequence:
     def append(self, id: int) -> None:
         """Take the next id of the completion; ends the sequence at a stop, at max_tokens or where its pattern ends."""
         if self.guide is not None and not self.guide.push(id):
-            self.finish_reason = "stop"
+            self.finish_reason, self.refused = "stop", id
             return
         self.ids.append(id)
         # A stop that is cut off begins after the least number of characters.

@@ -170,7 +170,7 @@ class EngineLoop(LitLoop):
         deltas = engine.step()
         seconds = time.monotonic() - receiving_until
         if is_saturated:
-            num_ended = sum(delta.ended_at is not None for delta in deltas)
+            num_ended = sum(delta.ended_at is not None for delta in deltas) + engine.stats.num_candidates
             hosted.drain.observe(began, num_ended, time.monotonic())
         if not is_saturated or not engine.has_work:
             hosted.drain.pause()
@@ -208,9 +208,9 @@ class EngineLoop(LitLoop):
             case ConsumerLost():
                 self._early = [it for it in self._early if it[0] != consumer_id]
                 for hosted in host.models.values():
-                    for sequence in hosted.engine.scheduler:
-                        if consumer_of(sequence.id) == consumer_id:
-                            hosted.engine.abort(sequence.id)
+                    for id in hosted.engine.ids:
+                        if consumer_of(id) == consumer_id:
+                            hosted.engine.abort(id)
 
     def _stop(self, *_: Any) -> None:
         """SIGTERM: exit once no HTTP process is connected; they end first."""
@@ -240,6 +240,10 @@ def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -
         metrics.prefix_cache_hit_tokens.inc(stats.num_copied_tokens)
     if stats.num_dropped_tokens:
         metrics.dropped_tokens.inc(stats.num_dropped_tokens)
+    if stats.num_candidates:
+        metrics.exact_candidates.inc(stats.num_candidates)
+        metrics.exact_matches.inc(stats.num_matches)
+        metrics.exact_candidate_tokens.inc(stats.num_candidate_tokens)
     # A version before or after this one has the same series.
     schedulers = [other.engine.scheduler for other in host.models.values() if other.metrics is metrics]
     running = sum(scheduler.num_running for scheduler in schedulers)

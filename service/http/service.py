@@ -220,4 +220,4 @@ class Service:
 
 def _num_characters(submits: list[Submit]) -> int:
     """That count in a client's limit."""
-    return sum([len(submit.prompt) + submit.max_tokens for submit in submits])
+    return sum([len(it.prompt) + (it.max_tokens if it.draw is None else it.draw.max_characters) for it in submits])

@@ -231,6 +231,9 @@ class ModelMetrics(_Series):
     iteration_tokens_total: Annotated[Histogram, "Characters processed per engine step, prompts included", COUNTS]
     iteration: Annotated[Histogram, "Duration of an engine step"]
     prefix_cache_hit_tokens: Annotated[Counter, "Prompt characters copied from another sequence's cache instead of run"]
+    exact_candidates: Annotated[Counter, "Candidates for exact answers that ended"]
+    exact_matches: Annotated[Counter, "Candidates for exact answers that matched"]
+    exact_candidate_tokens: Annotated[Counter, "Characters of candidates for exact answers"]
     dropped_tokens: Annotated[Counter, "Characters generated beyond a stop, or after an abort, and dropped"]
 
     def __init__(self, owner: Metrics, model_name: str):

@@ -19,6 +19,8 @@ from service.constrain.regex import (
     compile_choice,
     compile_regex,
     compile_without,
+    ended,
+    intersection,
 )
 
 VOCABULARY = list("ab1_ \n.-é٣\u00a0]")  # letters, digits and spaces beyond ASCII too
@@ -335,3 +337,52 @@ def test_long_texts_take_time_in_proportion_to_their_length():
 def test_bad_choices_are_refused(choices, options, message):
     with pytest.raises(RegexError, match=message):
         compile_choice(choices, VOCABULARY, **options)
+
+
+# -- combinations --
+
+
+def language(automaton, characters, length=6):
+    """All its texts of at most so many characters."""
+    texts = set()
+    for count in range(length + 1):
+        for ids in itertools.product(range(len(characters)), repeat=count):
+            state = 0
+            for id in ids:
+                state = automaton.table[state, automaton.classes[id]] if state >= 0 else -1
+            if state >= 0 and automaton.accepting[state]:
+                texts.add("".join(characters[id] for id in ids))
+    return texts
+
+
+PATTERNS = ["[ab]*b", "(ab)*", "[ab]{3}", "a*\n?b*", "(a|\n)*", "b+\n", "a\nb", "()"]
+
+
+@pytest.mark.parametrize("one", PATTERNS)
+def test_an_intersection_has_the_texts_of_both(one):
+    for other in PATTERNS:
+        automata = [compile_regex(pattern, "ab\n") for pattern in (one, other)]
+        expected = language(automata[0], "ab\n") & language(automata[1], "ab\n")
+        if not expected:
+            with pytest.raises(RegexError, match="nothing can match"):
+                intersection(*automata)
+        else:
+            assert language(intersection(*automata), "ab\n") == expected
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_an_ended_pattern_has_its_records(pattern):
+    automaton = compile_regex(pattern, "ab\n")
+    records = {text.removesuffix("\n") for text in language(automaton, "ab\n")}
+    expected = {f"{text}\n" for text in records if "\n" not in text and len(text) < 6}
+    if not expected:
+        with pytest.raises(RegexError, match="nothing can match"):
+            ended(automaton, 2)
+    else:
+        assert language(ended(automaton, 2), "ab\n") == expected
+
+
+def test_a_combination_that_is_too_large_is_refused():
+    automata = [compile_regex(pattern, "ab") for pattern in ("([ab]{97})*", "([ab]{89})*")]
+    with pytest.raises(RegexError, match="more than 5000 states"):
+        intersection(*automata)

@@ -1,5 +1,7 @@
 """A model of records over HTTP, beside the same weights as a model of other texts, asked in so many words."""
 
+import re
+
 import pytest
 import torch
 
@@ -42,9 +44,11 @@ def ask(server):
 
 @pytest.fixture
 def choices(ask):
-    return lambda model, **body: [
-        (it["text"], it["finish_reason"]) for it in ask(model, max_tokens=60, seed=1, n=20, **body)["choices"]
-    ]
+    def choices(model, **body):
+        body = {"max_tokens": 60, "seed": 1, "n": 20} | body
+        return [(it["text"], it["finish_reason"]) for it in ask(model, **body)["choices"]]
+
+    return choices
 
 
 @pytest.mark.parametrize(
@@ -54,16 +58,29 @@ def choices(ask):
         ({"prompt": "\nAl"}, {"prompt": "\nAl", "stop": "\n"}),
         ({"prompt": "Al", "stop": "e"}, {"prompt": "\nAl", "stop": ["e", "\n"]}),
         ({"prompt": "Al", "ignore_eos": True}, {"prompt": "\nAl"}),
-        ({"prompt": "Al", "regex": "[a-z]+"}, {"prompt": "\nAl", "regex": "[a-z]+"}),
-        ({"prompt": "Al", "choice": ["abc", "xyz"]}, {"prompt": "\nAl", "choice": ["abc", "xyz"]}),
+        ({"prompt": "Al", "regex": "[a-z]+"}, {"prompt": "\nAl", "regex": "[a-z]+\n", "max_tokens": 61}),
+        ({"prompt": "Al", "regex": "[a-z]+\n"}, {"prompt": "\nAl", "regex": "[a-z]+\n", "max_tokens": 61}),
+        (
+            {"prompt": "Al", "choice": ["abc", "abcd"], "max_tokens": 4},
+            {"prompt": "\nAl", "regex": "(abc|abcd)\n", "max_tokens": 5},
+        ),
+        (
+            {"prompt": "Al", "regex": "[a-z]+", "bad_words": ["e", "oo"]},
+            {"prompt": "\nAl", "regex": "[a-z]+\n", "bad_words": ["e", "oo"], "max_tokens": 61},
+        ),
+        (
+            {"prompt": "Al", "regex": "[a-z]+", "ignore_eos": True},
+            {"prompt": "\nAl", "regex": "[a-z]+"},
+        ),
     ],
     ids=str,
 )
 def test_a_prompt_begins_a_record_and_a_line_break_ends_it(choices, given, meant):
     found = choices("records", **given)
-    assert found == choices("texts", **meant)
+    end = "\n" if meant.get("regex", "").endswith("\n") else ""
+    assert found == [(text.removesuffix(end), reason) for text, reason in choices("texts", **meant)]
     assert "stop" in {reason for _, reason in found} or "ignore_eos" in given
-    assert any("\n" in text for text, _ in found) == ("ignore_eos" in given)
+    assert any("\n" in text for text, _ in found) == (given == {"prompt": "Al", "ignore_eos": True})
 
 
 def test_a_record_ends_after_min_tokens_and_within_allowed_characters(choices, ask):
@@ -90,6 +107,35 @@ def test_no_record_is_empty_or_shorter_than_min_tokens(ask, fields, prompt):
     assert all(len(text) >= least and "\n" not in text for text in texts)
     assert any(len(text) == least for text in texts) or "best_of" in fields
     assert not any(word in text for word in fields.get("bad_words", []) for text in texts)
+
+
+def test_a_pattern_ends_where_the_record_does(ask, choices):
+    """Six letters are a whole record, not the first six of a longer one; a pattern may name the end or leave it out."""
+    for regex, alike in (("[a-z]{6}", "[a-z]{6}\n"), ("[^\n]*e", "[^\n]*e\n?")):
+        found = choices("records", regex=regex)
+        assert found == choices("records", regex=alike)
+        assert all(re.fullmatch(regex, text) and reason == "stop" for text, reason in found)
+    assert all(text for text, _ in choices("records", regex="[a-z]*", logit_bias={"\n": 6}))
+    kept = choices("records", regex="[a-z]{3}", max_tokens=4, include_stop_str_in_output=True)
+    assert all(re.fullmatch("[a-z]{3}\n", text) for text, _ in kept)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "a\nb"}, "regex: nothing can match: a record has '\\n' at its end alone; use ignore_eos"),
+        ({"regex": "()"}, "regex: no match has 1 character before the line break that ends it"),
+        ({"regex": "[a-z]{6}", "max_tokens": 5}, "regex: the shortest match has 6 characters, max_tokens is 5"),
+        ({"choice": ["ab"], "bad_words": ["b"]}, "choice: nothing can match that has none of bad_words"),
+    ],
+    ids=str,
+)
+def test_what_no_record_matches_is_refused(server, fields, message):
+    for exact in (False, True):
+        body = {"model": "records", "exact": exact, **fields}
+        response = web.post(f"{server.url}/generate", json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["message"].startswith(message)
 
 
 def test_a_whole_record_as_prompt_may_end_beside_one_that_begins(ask):

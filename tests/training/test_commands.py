@@ -363,6 +363,25 @@ def test_sample_follows_patterns(checkpoint, output_of, error_of, monkeypatch):
     assert "cannot be combined with --stop" in error_of(*command, "--regex", "a", "--stop", "b")
 
 
+def test_exact_samples_are_the_free_ones_that_match(checkpoint, output_of, error_of, capsys):
+    command = ["sample", "--checkpoint", checkpoint, "--prompt", "The ", "--max-tokens", 12, "--format", "jsonl"]
+    exact = ["--exact", "--regex", "[^aeiou\n]{2}[^\n]*", "-n", 5]
+    found = score(output_of(*command, *exact))
+    texts = [it["text"].removeprefix("The ") for it in found]
+    assert all(re.fullmatch("[^aeiou\n]{2}[^\n]*", text) for text in texts)
+    for it, text in zip(found, texts, strict=True):
+        (free,) = score(output_of(*command, "--seed", it["seed"]))
+        assert free["text"].removeprefix("The ").startswith(text)
+    assert call([*command, *exact]) == 0
+    assert re.search(r"acceptance [\d.]+ %: 5 of \d+ candidates matched, \d+ characters", capsys.readouterr().err)
+    unique = [it["text"] for it in score(output_of(*command, *exact, "--unique"))]
+    assert len(set(unique)) == 5
+    assert call([*command, *exact[:3], "-n", 500, "--max-candidates", 1]) == 1
+    assert re.search(r"found only \d+ texts of 500 requested: acceptance .* raise --max-cand", capsys.readouterr().err)
+    assert error_of(*command, "--exact") == "error: --exact needs --regex\n"
+    assert "--max-candidates must be at least 1, got 0" in error_of(*command, *exact, "--max-candidates", 0)
+
+
 def test_unknown_characters_of_a_prompt_are_refused_replaced_or_dropped(checkpoint, output_of, error_of, capsys):
     command = ["sample", "--checkpoint", checkpoint, "--max-tokens", 5, "--prompt"]
     error = error_of(*command, "naïve")
@@ -488,6 +507,13 @@ def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output
     both = rows("--regex", ".{4}", "--command", "grep -v o")["share that is valid"][0]
     assert both == pytest.approx(sum(len(name) == 4 and "o" not in name for name in sampled) / 50)
     assert "--regex '(': missing )" in error_of(*report, "--regex", "(")
+    assert rows("--regex", "[a-z]{3,4}", "--exact")["share that is valid"][0] == 1
+    assert "no record is empty" in error_of(*report, "--regex", "()", "--exact")
+    sample = ["sample", "--checkpoint", tmp_path / "out" / "best", "-n", 30, "--regex"]
+    for way in ([], ["--exact"]):
+        whole = output_of(*sample, "[a-z]{3}|[a-z]*", *way).splitlines()
+        assert len(whole) == 30 and all(whole)
+        assert all(len(name) == 3 for name in output_of(*sample, "[a-z]{3}", *way).splitlines())
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Exact copies of training lines" in page and str(tmp_path) not in page
     command = ("sample", "--checkpoint", tmp_path / "out", "-n", 20, "--novel", "--unique")

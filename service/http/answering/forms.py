@@ -28,6 +28,7 @@ from service.http.api.answers import (
     Completion,
     CompletionChoice,
     CompletionChunk,
+    Exact,
     GenerateAnswer,
     GenerateChoice,
     GenerateEnd,
@@ -93,7 +94,13 @@ class Form:
 
     @property
     def receipt(self) -> Receipt:
-        return self._encoder.receipt(self.request.generations[0].timing, self._seeds)
+        receipt = self._encoder.receipt(self.request.generations[0].timing, self._seeds)
+        if self._body.exact:
+            every = [it.drawn for it in self.request.generations[0].sequences if it.drawn is not None]
+            candidates, matches = sum(it.candidates for it in every), sum(it.matches for it in every)
+            characters = sum(it.characters for it in every)
+            receipt.exact = Exact(candidates, matches, round(matches / max(1, candidates), 7), characters)
+        return receipt
 
     @property
     def usage(self) -> Usage:
@@ -188,13 +195,17 @@ class Form:
     def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
         """A complete choice."""
         reason = piece.finish_reason
-        return GenerateChoice(piece.number, text, reason, piece.seed, UNSET if logprobs is None else logprobs)
+        return GenerateChoice(
+            piece.number, text, reason, piece.seed, UNSET if logprobs is None else logprobs, _is_exact(piece)
+        )
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
         """The JSON of a piece; `is_last`: of the pieces that are written together."""
         usage = self.usage if self.continuous_usage else UNSET
         logprobs = UNSET if piece.logprobs is None else self.logprobs(piece)
-        event = GenerateEvent(piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, usage=usage)
+        event = GenerateEvent(
+            piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, _is_exact(piece), usage=usage
+        )
         if self._body.return_token_ids:
             self._add_ids(event, piece)
         return _encode(event)
@@ -217,14 +228,14 @@ class CompletionForm(Form):
         return Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt)
 
     def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
-        return CompletionChoice(piece.number, text, logprobs, piece.finish_reason, piece.seed)
+        return CompletionChoice(piece.number, text, logprobs, piece.finish_reason, piece.seed, _is_exact(piece))
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
         usage: Usage | None | UnsetType = None if self.include_usage else UNSET
         if self.continuous_usage:
             usage = self.usage
         logprobs = None if piece.logprobs is None else self.logprobs(piece)
-        choice = ChunkChoice(piece.number, piece.text, logprobs, piece.finish_reason, piece.seed)
+        choice = ChunkChoice(piece.number, piece.text, logprobs, piece.finish_reason, piece.seed, _is_exact(piece))
         if self._body.return_token_ids:
             self._add_ids(choice, piece)
         chunk = CompletionChunk(self.id, "text_completion", self.created, self.model, [choice], usage)
@@ -242,6 +253,10 @@ class CompletionForm(Form):
 def _id_names(count: int) -> list[str]:
     """As vLLM names ids."""
     return [f"token_id:{id}" for id in range(count)]
+
+
+def _is_exact(piece: Piece) -> bool | UnsetType:
+    return UNSET if piece.is_exact is None else piece.is_exact
 
 
 def _values(piece: Piece) -> list[float | None]:

@@ -53,6 +53,15 @@ class Timing(msgspec.Struct, gc=False):
     ]
 
 
+class Exact(msgspec.Struct):
+    """What exact answers have cost, over all prompts."""
+
+    candidates: Annotated[int, about("sampled, up to the last one that is an answer")]
+    matches: Annotated[int, about("candidates that are answers")]
+    acceptance: Annotated[float, about("matches / candidates")]
+    characters: Annotated[int, about("of these candidates, up to where each was dropped")]
+
+
 class Receipt(msgspec.Struct):
     """What reproduces this answer, and how long it took."""
 
@@ -63,6 +72,7 @@ class Receipt(msgspec.Struct):
     timing: Timing
     replaced_characters: Annotated[int, about("unknown characters of the request that were replaced")]
     dropped_characters: Annotated[int, about("unknown characters of the request that were dropped")]
+    exact: Annotated[Exact | UnsetType, about("with `exact`")] = UNSET
 
 
 class TokenLogprobs(msgspec.Struct):
@@ -92,6 +102,9 @@ PromptLogprobs = Annotated[
 ]
 
 
+IsExact = Annotated[bool | UnsetType, about("with `exact`: false if the mask was used for this answer")]
+
+
 class GenerateChoice(msgspec.Struct):
     """One text."""
 
@@ -100,6 +113,7 @@ class GenerateChoice(msgspec.Struct):
     finish_reason: FinishReason
     seed: ChoiceSeed
     logprobs: Annotated[TokenLogprobs | UnsetType, about("if requested")] = UNSET
+    exact: IsExact = UNSET
     token_ids: TokenIds = UNSET
     prompt_token_ids: PromptTokenIds = UNSET
     prompt_logprobs: PromptLogprobs = UNSET
@@ -123,6 +137,7 @@ class GenerateEvent(msgspec.Struct):
     finish_reason: StreamedFinishReason
     seed: ChoiceSeed
     logprobs: Annotated[TokenLogprobs | UnsetType, about("of these characters, if requested")] = UNSET
+    exact: IsExact = UNSET
     token_ids: TokenIds = UNSET
     prompt_token_ids: PromptTokenIds = UNSET
     usage: Annotated[Usage | UnsetType, about("so far, with continuous_usage_stats")] = UNSET
@@ -145,6 +160,7 @@ class ChunkChoice(msgspec.Struct):
     logprobs: TokenLogprobs | None
     finish_reason: StreamedFinishReason
     seed: ChoiceSeed
+    exact: IsExact = UNSET
     token_ids: TokenIds = UNSET
     prompt_token_ids: PromptTokenIds = UNSET
 
@@ -324,6 +340,8 @@ class Limits(msgspec.Struct):
     max_prompt_characters: int
     max_tokens: int
     max_score_texts: int
+    max_candidates: int
+    max_candidate_characters: int
     max_regex_characters: int
     max_body_bytes: int
     max_request_bytes: int

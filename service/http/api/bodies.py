@@ -154,13 +154,12 @@ class ModelRequest(Body):
     X-Ignored-Fields. Default: the server's setting"""
 
 
+CONDITIONS = ("regex", "choice", "allowed_characters", "allowed_token_ids", "bad_words", "min_tokens")
 _EARLY = ", which could end the answer before a match"
 _ENDS = ("stop", "stop_token_ids", "stop_regex", "suffix")
 _CONFLICTS = (
     ("regex", "choice", ""),
     *((name, end, _EARLY) for name in ("regex", "choice") for end in _ENDS),
-    ("bad_words", "regex", ""),
-    ("bad_words", "choice", ""),
     ("allowed_token_ids", "allowed_characters", ""),
     ("logprobs", "suffix", ""),
 )
@@ -238,6 +237,16 @@ class GenerationRequest(ModelRequest):
     """as `allowed_characters`, by their ids"""
     bad_words: Annotated[List[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = _field(None, ["qq"])
     """the answer contains none of these texts"""
+    exact: bool = _field(False, True)
+    """draw the answers as the model itself would write them under the condition of `regex`, `choice`,
+    `allowed_characters`, `bad_words` and `min_tokens`: free candidates are sampled, and the first `n` that match are
+    the answers. Default: a mask, which allows only what can still match and so draws from another distribution"""
+    max_candidates: int | None = _field(None, 2000, ge=1, le=MAX_ID)
+    """with `exact`: candidates that an answer may cost. Default: the server's limit"""
+    max_candidate_characters: int | None = _field(None, 100_000, ge=1, le=MAX_ID)
+    """with `exact`: characters of candidates that an answer may cost. Default: the server's limit"""
+    mask_rest: bool = _field(False, True)
+    """with `exact`: where too few candidates match, use the mask for the other answers, instead of an error"""
     logprobs: int | None = _field(None, 3, ge=0)
     """report the log-probability of each character under the unmodified model, and of this many of the likeliest; at
     most the size of the vocabulary"""
@@ -274,6 +283,12 @@ class GenerationRequest(ModelRequest):
             raise invalid("stream_options", "needs stream")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "cannot be streamed")
+        if self.exact:
+            self._check_exact()
+        else:
+            for name in ("max_candidates", "max_candidate_characters", "mask_rest"):
+                if getattr(self, name):
+                    raise invalid(name, "needs exact")
         if self.min_tokens > self.max_tokens:
             raise invalid("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.best_of is not None and self.best_of < self.n:
@@ -283,6 +298,19 @@ class GenerationRequest(ModelRequest):
         if isinstance(self.seed, list) and len(self.seed) != len(self.prompts):
             raise invalid("seed", f"a list must have one seed per prompt ({len(self.prompts)}), got {len(self.seed)}")
         return self
+
+    def _check_exact(self) -> None:
+        for name, is_given in (
+            ("suffix", self.suffix),
+            ("echo", self.echo),
+            ("best_of", self.best_of not in (None, self.n)),
+        ):
+            if is_given:
+                raise invalid("exact", f"cannot be combined with {name}")
+        if self.max_tokens == 0:
+            raise invalid("exact", "needs max_tokens of at least 1, got 0")
+        if not any(getattr(self, name) for name in CONDITIONS):
+            raise invalid("exact", f"needs a condition: one of {', '.join(CONDITIONS)}")
 
     def sampling(self, logit_bias: tuple[tuple[int, float], ...], seed: int = 0) -> SamplingParams:
         temperature, top_k, top_p, *others = _sampling_values(self)

@@ -233,6 +233,7 @@ class EngineClient:
         sequence.replay_left = sequence.logprobs_replay_left = sequence.num_completion_tokens
         sequence.replay_checksum = 0
         sequence.prompt_replay_left = sequence.num_prompt_logprobs
+        sequence.answers_replay_left = sequence.num_answers
         self._send(generation, sequence)
 
     def _replay(self, sequence: SequenceState, text: str) -> int:
@@ -410,6 +411,10 @@ class EngineClient:
             sequence.logprobs_replay_left -= len(delta.logprobs.take(sequence.logprobs_replay_left))
         if delta.prompt_logprobs is not None and sequence.prompt_replay_left:
             sequence.prompt_replay_left -= len(delta.prompt_logprobs.take(sequence.prompt_replay_left))
+        if delta.answers and sequence.answers_replay_left:
+            skipped = min(len(delta.answers), sequence.answers_replay_left)
+            sequence.answers_replay_left -= skipped
+            delta.answers = delta.answers[skipped:]
         if delta.finish_reason is not None:
             self._end(delta.id)
             if self._full and (full := self._full.get(sequence.submit.client)) is not None:

@@ -71,8 +71,9 @@ def estimate(
     wide = WIDE_ID_BYTES if vocab_size > 257 else 0
     beside += SEQUENCE_BYTES * len(submits) + RUNNING_BYTES * len(submits[:window])
     beside += _beside(submits[0], SENT_BYTES + wide) if submits else 0
+    beside += sum(SEQUENCE_BYTES * it.draw.answers for it in submits if it.draw is not None)
     if len(submits) == 1 and submits[0].logprobs is None and not (echo or num_rankings):  # most requests
-        length, max_tokens = len(submits[0].prompt), submits[0].max_tokens
+        length, max_tokens = len(submits[0].prompt), _num_tokens(submits[0])
         prompt = PROMPT_BYTES * length + (SENT_BYTES + wide) * min(length, receptive_field)
         return Estimate(prompt + beside, (COMPLETION_BYTES + wide) * max_tokens, 0)
     sent: list[int] = []
@@ -84,11 +85,11 @@ def estimate(
         first_needed = length if submit.score_from is None else submit.score_from
         sent.append(length - max(0, first_needed - receptive_field))
         echoed += length if echo else 0
-        completion += submit.max_tokens
+        completion += _num_tokens(submit)
         max_tokens = max(max_tokens, submit.max_tokens)
         if submit.logprobs is not None:
             alternatives = len(submit.logprob_ids) or min(submit.logprobs, vocab_size)
-            reported = submit.max_tokens + (0 if submit.score_from is None else length - submit.score_from)
+            reported = _num_tokens(submit) + (0 if submit.score_from is None else length - submit.score_from)
             logprobs += reported * (1 + alternatives)
     running = sum(sorted(sent)[-window:] if window else sent)
     prompt = PROMPT_BYTES * sum(prompts.values()) + (SENT_BYTES + wide) * running + ECHO_BYTES * echoed + beside
@@ -98,6 +99,11 @@ def estimate(
         ranking += SEQUENCE_BYTES + RUNNING_BYTES
         prompt += (1 + MAX_CUTS) * num_rankings * ranking
     return Estimate(prompt, (COMPLETION_BYTES + wide) * completion, LOGPROB_BYTES * logprobs)
+
+
+def _num_tokens(submit: Submit) -> int:
+    """The most characters of its answers."""
+    return submit.max_tokens * (1 if submit.draw is None else submit.draw.answers)
 
 
 def _beside(submit: Submit, id_bytes: int) -> int:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from service.constrain.automaton import Automaton, LengthError, MinimumLength
-from service.constrain.regex import RegexError, compile_choice, compile_regex, compile_without
+from service.constrain.regex import RegexError, compile_choice, compile_regex, compile_without, ended, intersection
 from service.http.answering.fair_lock import FairLock
 from service.http.api.errors import invalid
 
@@ -88,20 +88,23 @@ class PatternCompiler:
         pattern: str | tuple[str, ...],
         allowed: frozenset[str] | None = None,
         end: str | None = None,
+        without: tuple[str, ...] = (),
     ) -> Compiled:
         """The request's field `param`, a regex, choice or bad words, over `allowed` characters (None: all).
 
-        end: of bad words, as in `compile_without`.
+        end: the character that ends a record, and with it a match; without: bad words, for a regex or choice.
 
         Raises ApiError: 400, the pattern is invalid or too large.
         """
-        compile = functools.partial(self._compile, param, pattern, allowed, end)
+        compile = functools.partial(self._compile, param, pattern, allowed, end, without)
         length = len(pattern) if isinstance(pattern, str) else sum(map(len, pattern))
         limit = self._max_characters if isinstance(pattern, str) else MAX_CHOICE_CHARACTERS
         if length > limit and param != "bad_words":  # of which a body may have little more
             found = compile()  # refused for its length, and not kept
         else:
-            found = await self._compiled.find(client, (param, pattern, allowed, end), 8 * length, compile)
+            found = await self._compiled.find(
+                client, (param, pattern, allowed, end, without), 8 * (length + sum(map(len, without))), compile
+            )
         if isinstance(found, str):
             raise invalid(param, found, "invalid_pattern")
         return found
@@ -125,7 +128,12 @@ class PatternCompiler:
         raise invalid("min_tokens", f"{found} of {param}; {advice}", "invalid_pattern")
 
     def _compile(
-        self, param: str, pattern: str | tuple[str, ...], allowed: frozenset[str] | None, end: str | None
+        self,
+        param: str,
+        pattern: str | tuple[str, ...],
+        allowed: frozenset[str] | None,
+        end: str | None,
+        without: tuple[str, ...],
     ) -> Compiled | str:
         """The message of a RegexError if there is one."""
         try:
@@ -140,9 +148,27 @@ class PatternCompiler:
                 automaton = compile_regex(
                     pattern, self._characters, allowed=allowed, max_characters=self._max_characters, **limits
                 )
+            if param not in ("bad_words", "stop_regex"):
+                automaton = self._combined(automaton, end, without)
         except RegexError as error:
             return str(error)
         return Compiled(automaton.pack(), automaton.min_length, bool(automaton.accepting[0]))
+
+    def _combined(self, automaton: Automaton, end: str | None, without: tuple[str, ...]) -> Automaton:
+        """Raises RegexError: nothing is left."""
+        if end is not None:
+            try:
+                automaton = ended(automaton, self._characters.index(end))
+            except RegexError:
+                raise RegexError(
+                    f"nothing can match: a record has {end!r} at its end alone; use ignore_eos to go on after it"
+                ) from None
+        if without:
+            try:
+                automaton = intersection(automaton, compile_without(without, self._characters, end=end))
+            except RegexError as error:
+                raise RegexError(f"{error} that has none of bad_words") from None
+        return automaton
 
 
 def _find_minimum(packed: bytes, min_tokens: int, max_tokens: int) -> bytes | str | None:

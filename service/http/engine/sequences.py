@@ -17,7 +17,8 @@ import msgspec
 from service.http.api.answers import Timing
 from service.http.api.errors import ApiError
 from service.http.engine.model import Model
-from service.wire import Delta, FinishReason, Logprobs, Submit
+from service.wire import Answer, Delta, Draw, Drawn, FinishReason, Logprobs, Submit
+from service.words import plural
 
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
@@ -33,6 +34,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     finish_reason: Any = None  # a FinishReason or None
     logprobs: Logprobs | None = None  # of the text's characters but the first `num_unscored`, if requested
     num_unscored: int = 0  # characters that nothing precedes: the first of an echoed prompt
+    is_exact: bool | None = None  # of a request for exact answers: whether it is one
 
 
 class SequenceState:
@@ -46,6 +48,7 @@ class SequenceState:
         self.number, self.submit = number, submit
         self.echo = echo  # to be emitted before the first character
         self.new_texts: list[str] = []  # arrived, not taken yet
+        self.new_answers: list[Answer] = []  # of a draw, of which these texts consist
 
     # What follows is in the class until it changes: most of it never does.
     worker: int = HOMELESS
@@ -56,6 +59,9 @@ class SequenceState:
     replay_checksum: int = 0  # of those that came again
     logprobs_replay_left: int = 0  # their log-probabilities likewise
     prompt_replay_left: int = 0  # and those of the prompt
+    answers_replay_left: int = 0  # and the answers of a draw
+    drawn: Drawn | None = None  # of a draw: what it has cost
+    num_answers: int = 0  # of a draw: that arrived
     num_unseen: int = 0  # characters that ran for it, beside a prompt that ran whole and what it was given
     error: ApiError | None = None  # why it failed, if that is known here
     prompt_logprobs: Logprobs | None = None
@@ -71,6 +77,23 @@ class SequenceState:
     ended_at: float | None = None
     finish_reason: FinishReason | None = None
     first_token_seconds: float | None = None  # None: no character was written
+
+
+def _tried(drawn: Drawn) -> str:
+    return f"{drawn.matches} of {plural(drawn.candidates, 'candidate')} matched"
+
+
+def too_few(draw: Draw, drawn: Drawn | None) -> ApiError:
+    """A draw has reached a limit before it had all answers."""
+    assert drawn is not None
+    near = f"the longest of the others kept to the condition for {plural(drawn.longest, 'character')}"
+    if drawn.nearest:
+        near = f"the nearest of the others lacked {plural(drawn.nearest, 'character')} of a match, {near}"
+    message = (
+        f"{_tried(drawn)} ({plural(drawn.characters, 'character')}), {draw.answers} must: {near}; loosen the "
+        "condition, raise max_candidates or max_candidate_characters, or set mask_rest"
+    )
+    return ApiError(400, message, param="exact", code="too_few_matches")
 
 
 Write = Callable[[list[Piece]], Awaitable[None] | None]
@@ -102,6 +125,7 @@ class Generation:
     """
 
     timeout_name = "its time limit"  # what it is, for an error
+    may_lack_answers = False  # a draw that finds too few answers is no failure
 
     def __init__(
         self,
@@ -248,10 +272,9 @@ class Generation:
         touched, self.touched = self.touched, {}
         pieces = []
         for sequence in touched:
-            piece = self._take(sequence)
-            pieces.append(piece)
-            if sequence.first_token_seconds is None or piece.finish_reason is not None:
-                self._observe(sequence, piece.finish_reason)
+            pieces += self._take_answers(sequence) if sequence.submit.draw is not None else [self._take(sequence)]
+            if sequence.first_token_seconds is None or sequence.finish_reason is not None:
+                self._observe(sequence, sequence.finish_reason)
         return pieces
 
     def _fail(self) -> None:
@@ -301,6 +324,13 @@ class Generation:
                 sequence.prompt_logprobs = Logprobs()
             sequence.prompt_logprobs.extend(delta.prompt_logprobs)
             sequence.num_prompt_logprobs += len(delta.prompt_logprobs)
+        if delta.answers:
+            sequence.new_answers += delta.answers
+            sequence.num_answers += len(delta.answers)
+            self.touched[sequence] = None
+            if self.is_stream:
+                self.wake_when_due(now)
+        sequence.drawn = delta.drawn or sequence.drawn
         prefilled_at = delta.prefilled_at
         if prefilled_at is not None and delta.scheduled_at is not None and sequence.queue_seconds is None:
             sequence.queue_seconds = delta.scheduled_at - self._arrived_at
@@ -318,11 +348,13 @@ class Generation:
                 sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
             if reason in FAILURES and self._failure is None:
                 self._failure = self._failed(sequence, reason)
+            elif (draw := sequence.submit.draw) is not None and not self.may_lack_answers and self._failure is None:
+                self._failure = too_few(draw, sequence.drawn) if sequence.num_answers < draw.answers else None
             self._metrics.sequence_ended(sequence.num_completion_tokens)
             self._client.count(self.model, reason)
             self.touched[sequence] = None
         is_first = prefilled_at is not None and sequence in self.touched  # not one held back
-        if (is_first and self.is_stream) or reason in FAILURES or (not self.open and not self.pending):
+        if (is_first and self.is_stream) or self._failure is not None or (not self.open and not self.pending):
             self._wake_urgently()
         elif reason is not None and self.is_stream:
             self.wake_when_due(now)
@@ -339,6 +371,8 @@ class Generation:
     def _failed(self, sequence: SequenceState, reason: FinishReason) -> ApiError | None:
         if reason == "timeout":
             message = f"the request took longer than {self.timeout_seconds:g} s, {self.timeout_name}"
+            if sequence.drawn is not None:
+                message += f": {_tried(sequence.drawn)}"
             return ApiError(504, message, code="timeout")
         if reason == "error":
             return sequence.error or ApiError(500, "inference failed on this request", code="engine_error")
@@ -360,6 +394,24 @@ class Generation:
                 logprobs, num_unscored = of_prompt, len(sequence.echo) - len(sequence.submit.prompt) + 1
         sequence.echo, seed = "", sequence.submit.sampling.seed
         return Piece(sequence.number, seed, text, sequence.finish_reason, logprobs, num_unscored)
+
+    def _take_answers(self, sequence: SequenceState) -> list[Piece]:
+        """Of a draw: the answers that have arrived."""
+        text, answers = "".join(sequence.new_texts), sequence.new_answers
+        sequence.new_texts, sequence.new_answers = [], []
+        assert sequence.submit.draw is not None
+        first = sequence.number * sequence.submit.draw.answers + sequence.num_answers - len(answers)
+        logprobs, sequence.new_logprobs = sequence.new_logprobs, None
+        sequence.num_taken += len(text)
+        pieces, start = [], 0
+        for number, answer in enumerate(answers, first):
+            end = start + answer.length
+            its = None
+            if sequence.submit.logprobs is not None:
+                its = (logprobs or Logprobs()).take(answer.length)
+            pieces.append(Piece(number, answer.seed, text[start:end], answer.finish_reason, its, is_exact=True))
+            start = end
+        return pieces
 
     def prompt_logprobs(self, number: int) -> Logprobs:
         """Of a sequence's prompt from `score_from` on, once it has ended."""

@@ -1,4 +1,4 @@
-"""best_of and suffix: sample candidates, rank them, answer with the best."""
+"""best_of and suffix: sample candidates, rank them, answer with the best. exact: fill up with masked answers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from service.http.engine.lease import MAX_CUTS
 from service.http.engine.sequences import Piece
 from service.http.request import Request
 from service.http.service import Service
+from service.model.params import MAX_SEED
 from service.wire import Submit, floats
 
 Echo = list[str] | None  # the prompt of each sequence, if the answer begins with it
@@ -30,6 +31,23 @@ async def best_of(
         await pause.if_due()
         ranked.append((sum(values) / len(values) if values else -math.inf, piece))
     return _best(ranked, body.n, candidates)
+
+
+async def exact_or_masked(service: Service, request: Request, submits: list[Submit], n: int) -> list[Piece]:
+    """Exact answers, and where there are too few, others by the mask."""
+    generation = service.start(request, submits)
+    generation.may_lack_answers = True
+    pieces = await generation.whole()
+    masked, numbers = [], []
+    for i, (submit, state) in enumerate(zip(submits, generation.sequences, strict=True)):
+        for j in range(state.num_answers, n):
+            sampling = msgspec.structs.replace(submit.sampling, seed=(submit.sampling.seed + j) % (MAX_SEED + 1))
+            masked.append(msgspec.structs.replace(submit, draw=None, sampling=sampling))
+            numbers.append(i * n + j)
+    if masked and not request.client_left:
+        rest = await service.start(request, masked).whole()
+        pieces += [msgspec.structs.replace(it, number=numbers[it.number], is_exact=False) for it in rest]
+    return sorted(pieces, key=lambda piece: piece.number)
 
 
 async def infill(

@@ -17,11 +17,11 @@ from service.http.engine.encoding import Encoder, begun, check_ids, unknown_char
 from service.http.engine.lease import PROMPT_BYTES
 from service.http.engine.model import Model
 from service.http.engine.sequences import Generation, Piece
-from service.http.handlers.candidates import best_of, infill
+from service.http.handlers.candidates import best_of, exact_or_masked, infill
 from service.http.request import NO_STORE, Request
 from service.http.service import Service
 from service.model.params import MAX_SEED
-from service.wire import Submit
+from service.wire import Draw, Submit
 from service.words import plural
 
 _patterns = operator.attrgetter("regex", "choice", "allowed_characters", "allowed_token_ids", "bad_words", "stop_regex")
@@ -94,8 +94,10 @@ async def _answer(
     if body.min_tokens or any(_patterns(body)):
         service.hold(request, body, num_given + len(suffix))
         await _constrain(request.client, model, body, shared)
+    if body.exact:
+        shared.draw, candidates = _draw(service, request.client, body, prompts), 1
     submits = _submits(model, body, shared, prompts, seeds, candidates)
-    if model.record_end is not None and not (body.ignore_eos or body.regex is not None or body.choice is not None):
+    if model.record_end is not None and not body.ignore_eos:
         await _begin_records(request.client, model, body, submits)
     scoring = _prompt_scoring(model, body, submits[::candidates])
     rankings = candidates * len(prompts) if suffix else 0
@@ -111,6 +113,8 @@ async def _answer(
     pieces: Pieces
     if suffix:
         pieces = infill(service, request, submits, body.n, candidates, suffix, echo)
+    elif body.mask_rest:
+        pieces = exact_or_masked(service, request, submits, body.n)
     elif candidates > body.n:
         pieces = best_of(service, request, submits, body, candidates, echo)
     else:
@@ -150,6 +154,21 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, count
         message = f"at most {vocab_size}, the size of the vocabulary, got {body.prompt_logprobs}"
         raise invalid("prompt_logprobs", message)
     return candidates
+
+
+def _draw(service: Service, client: str, body: GenerationRequest, prompts: list[list[int]]) -> Draw:
+    """What the exact answers of a prompt may cost: no more than all characters of the client's limit, either."""
+    settings, most = service.settings, service.limits.of(client).characters_per_minute
+    limits = []
+    for name in ("max_candidates", "max_candidate_characters"):
+        given, limit = getattr(body, name), getattr(settings, name)
+        if given is not None and given > limit:
+            raise invalid(name, f"at most {limit}, got {given}")
+        limits.append(body.n * (limit if given is None else given))
+    if most is not None:
+        num_prompt = sum(len(prompt) + 1 for prompt in prompts)  # with the line break before a record
+        limits[1] = max(body.max_tokens, min(limits[1], (most - num_prompt) // len(prompts)))
+    return Draw(body.n, *limits)
 
 
 def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, candidates: int) -> Submit:
@@ -225,7 +244,7 @@ async def _then_score(
 
 async def _constrain(client: str, model: Model, body: GenerationRequest, submit: Submit) -> None:
     """Set the patterns that a request asks for."""
-    allowed, end = None, None if body.ignore_eos else model.record_end
+    allowed, end = None, None if body.ignore_eos or not body.max_tokens else model.record_end
     if body.allowed_characters is not None:
         unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in model.tokenizer]
         if unknown:
@@ -241,12 +260,20 @@ async def _constrain(client: str, model: Model, body: GenerationRequest, submit:
         submit.stop_pattern = stop_pattern.packed
     if body.regex is not None or body.choice is not None:
         param = "regex" if body.choice is None else "choice"
-        constraint = await model.patterns.compile(client, param, body.regex or tuple(body.choice or ()), allowed)
-        if constraint.min_length > body.max_tokens:
-            shortest = plural(constraint.min_length, "character")
+        pattern, words = body.regex or tuple(body.choice or ()), tuple(body.bad_words or ())
+        its_last = None if end is None else "\n"
+        constraint = await model.patterns.compile(client, param, pattern, allowed, its_last, words)
+        # The line break that ends a record is no part of the answer, as a rule.
+        its_end = int(end is not None and not body.include_stop_str_in_output)
+        if constraint.min_length - its_end > body.max_tokens:
+            shortest = plural(constraint.min_length - its_end, "character")
             raise invalid(param, f"the shortest match has {shortest}, max_tokens is {body.max_tokens}")
         submit.constraint = constraint.packed
-        if body.min_tokens > constraint.min_length:
+        if end is not None:
+            submit.max_tokens, submit.may_leave, submit.stop = body.max_tokens + its_end, False, (*submit.stop, (end,))
+            if body.min_tokens + 1 > constraint.min_length:
+                submit.minimum = await _record_minimum(client, model, body, constraint.packed, body.min_tokens)
+        elif body.min_tokens > constraint.min_length:
             its = constraint.packed, body.min_tokens, body.max_tokens
             submit.minimum = await model.patterns.minimum(client, param, *its)
     elif allowed is not None or body.bad_words or (body.min_tokens and end is not None):
@@ -280,14 +307,13 @@ async def _begin_records(client: str, model: Model, body: GenerationRequest, sub
 async def _record_minimum(client: str, model: Model, body: GenerationRequest, packed: bytes, length: int) -> bytes:
     """For records of at least `length` characters and the line break that ends them, or of max_tokens."""
     wanted = f"{plural(length, 'character')} before the line break that ends it"
-    return await model.patterns.minimum(
-        client, _limiting(body), packed, length + 1, max(body.max_tokens, length + 1), wanted
-    )
+    longest = body.max_tokens + (body.regex is not None or body.choice is not None)
+    return await model.patterns.minimum(client, _limiting(body), packed, length + 1, max(longest, length + 1), wanted)
 
 
 def _limiting(body: GenerationRequest) -> str:
     """The field that leaves few texts, if any does."""
-    names = ("bad_words", "allowed_characters", "allowed_token_ids")
+    names = ("regex", "choice", "bad_words", "allowed_characters", "allowed_token_ids")
     return next((name for name in names if getattr(body, name, None)), "min_tokens")
 
 

@@ -1,0 +1,215 @@
+"""Exact answers over HTTP: a model of records and one of texts with the same weights."""
+
+import json
+import math
+import re
+import threading
+from collections import Counter
+
+import pytest
+
+from service.http.engine.lease import estimate
+from service.model.params import SamplingParams
+from service.model.tokenizer import CharTokenizer
+from service.wire import Draw, Submit
+from tests.engine.test_draw import CHARACTERS, chances, p_value, record, regex
+from tests.helpers import lasting, random_model, serving, web
+from tests.toolbox.http import pieces
+from training.saving import save_checkpoint
+
+BB = {"prompt": "", "regex": "[ab]*bb[ab]*", "max_tokens": 5, "exact": True}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(seed=5, vocab_size=len(CHARACTERS))
+
+
+@pytest.fixture(scope="module")
+def places(model, tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("exact"), CharTokenizer(CHARACTERS)
+    for name, recipe in (("records", {"records": True}), ("texts", {})):
+        save_checkpoint(folder / name, model, tokenizer, {"losses": {}, "recipe": recipe})
+    return ",".join(f"{name}={folder / name}" for name in ("records", "texts"))
+
+
+@pytest.fixture(scope="module")
+def server(places):
+    yield from lasting(places, dtype="float64", max_prompts=500)
+
+
+@pytest.fixture
+def ask(server):
+    def ask(model, path="/generate", **body):
+        response = web.post(server.url + path, json=body | {"model": model}, timeout=60)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return ask
+
+
+def refused(server, model, **body):
+    response = web.post(f"{server.url}/generate", json=body | {"model": model}, timeout=60)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "outcome"),
+    [
+        ("records", {"regex": "[ab]*bb[ab]*"}, ("[ab]*bb[ab]*", True)),
+        ("records", {"choice": ["a", "ab", "bb"]}, ("a|ab|bb", True)),
+        ("records", {"min_tokens": 3}, ("[ab]{3,}", False)),
+        ("records", {"allowed_characters": "b"}, ("b+", False)),
+        ("records", {"regex": "[ab]+", "bad_words": ["ab", "aaa"]}, ("b*a{0,2}", True)),
+        ("texts", {"regex": "(a|bb)*a?"}, None),
+    ],
+    ids=str,
+)
+def test_answers_are_drawn_from_the_conditional_distribution(ask, model, kind, fields, outcome):
+    """Of records that end within max_tokens characters; of one without a pattern, up to there."""
+    if outcome is None:
+        length, expected = 5, regex(fields["regex"])
+    else:
+        pattern, must_end = outcome
+        length = 5 + must_end
+        expected = record(
+            lambda text, following: bool(text and re.fullmatch(pattern, text) and (following or not must_end))
+        )
+    body = {"prompt": "" if kind == "records" else "\n", "max_tokens": 5, "n": 400, "exact": True, "seed": 1}
+    choices = ask(kind, **body | fields)["choices"]
+    counts = Counter(it["text"] for it in choices)
+    assert p_value(counts, chances(model.double(), "\n", length, expected)) > 0.01
+
+
+def test_an_answer_says_what_it_cost_and_repeats(ask, server):
+    answer = ask("records", n=10, seed=3, **BB)
+    assert [it["index"] for it in answer["choices"]] == list(range(10))
+    assert all(it["exact"] and re.fullmatch(BB["regex"], it["text"]) for it in answer["choices"])
+    cost = answer["chargpt"]["exact"]
+    assert cost["matches"] == 10 < cost["candidates"] < cost["characters"]
+    assert cost["acceptance"] == pytest.approx(10 / cost["candidates"], abs=1e-6)
+    assert answer["chargpt"]["seeds"] == [3]
+    again = ask("records", "/v1/completions", n=10, seed=3, logprobs=0, **BB)
+    for one, other in zip(answer["choices"], again["choices"], strict=True):
+        assert (one["text"], one["seed"], one["exact"]) == (other["text"], other["seed"], other["exact"])
+        assert len(other["logprobs"]["token_logprobs"]) == len(one["text"])
+        alone = ask("records", seed=one["seed"], **BB)
+        assert alone["choices"][0]["text"] == one["text"] and alone["chargpt"]["exact"]["candidates"] == 1
+        free = ask("records", prompt="", max_tokens=6, seed=one["seed"])["choices"][0]
+        assert (free["text"], free["finish_reason"]) == (one["text"], "stop")
+    scored = ask("records", "/v1/score", texts=[it["text"] for it in again["choices"]])["data"]
+    for it, score in zip(again["choices"], scored, strict=True):
+        assert it["logprobs"]["token_logprobs"] == pytest.approx([-nats for nats in score["character_nats"][:-1]])
+
+
+def test_streams_and_several_prompts_have_the_same_answers(server, ask):
+    body = BB | {"prompt": ["", "a", "b"], "n": 5, "seed": [3, 4, 5]}
+    whole = ask("records", **body)
+    streamed = web.post(f"{server.url}/generate", json=body | {"model": "records", "stream": True})
+    found = pieces(streamed)
+    assert sorted((it["index"], it["text"], it["seed"]) for it in found if "index" in it) == [
+        (it["index"], it["text"], it["seed"]) for it in whole["choices"]
+    ]
+    ends = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if '"usage"' in line]
+    assert ends[-1]["chargpt"]["exact"] == whole["chargpt"]["exact"]
+    for i, prompt in enumerate(body["prompt"]):
+        alone = ask("records", **body | {"prompt": prompt, "seed": body["seed"][i]})["choices"]
+        assert [it["text"] for it in alone] == [it["text"] for it in whole["choices"][5 * i : 5 * i + 5]]
+
+
+def test_answers_under_load_are_the_same(server, ask):
+    body = {"n": 20, "seed": 9, **BB}
+    alone = ask("records", **body)["choices"]
+    stop = threading.Event()
+
+    def load():
+        while not stop.is_set():
+            ask("texts", prompt="ab", max_tokens=300, n=20)
+            ask("records", prompt="ab", max_tokens=20, n=20)
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert [ask("records", **body)["choices"] for _ in range(5)] == [alone] * 5
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_too_few_matches_are_an_error_or_masked(server, ask):
+    body = BB | {"n": 6, "seed": 2, "max_candidates": 3}
+    for stream in (False, True):
+        error = refused(server, "records", stream=stream, **body)
+        assert (error["param"], error["code"]) == ("exact", "too_few_matches")
+        assert re.search(r"^[0-5] of 18 candidates matched \(\d+ characters\), 6 must: the nearest", error["message"])
+    answer = ask("records", mask_rest=True, **body)
+    exact = [it["exact"] for it in answer["choices"]]
+    count = answer["chargpt"]["exact"]["matches"]
+    assert exact == [True] * count + [False] * (6 - count) and 0 < count < 6
+    assert all(re.fullmatch(BB["regex"], it["text"]) for it in answer["choices"])
+    assert answer["choices"][:count] == ask("records", **BB | {"n": count, "seed": 2})["choices"]
+    masked = ask("records", **body | {"exact": False, "max_candidates": None})["choices"]
+    assert [it["text"] for it in answer["choices"][count:]] == [it["text"] for it in masked[count:]]
+    streamed = pieces(
+        web.post(f"{server.url}/generate", json=body | {"model": "records", "mask_rest": True, "stream": True})
+    )
+    assert [it["text"] for it in streamed if "index" in it] == [it["text"] for it in answer["choices"]]
+    error = refused(server, "records", **BB | {"n": 6, "seed": 2, "max_candidate_characters": 5})
+    assert "6 must" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": None}, "exact: needs a condition: one of regex, choice, allowed_characters"),
+        ({"echo": True}, "exact: cannot be combined with echo"),
+        ({"best_of": 2}, "exact: cannot be combined with best_of"),
+        ({"regex": None, "suffix": "a"}, "exact: cannot be combined with suffix"),
+        ({"max_tokens": 0}, "exact: needs max_tokens of at least 1, got 0"),
+        ({"max_candidates": 10**6}, "max_candidates: at most 10000, got 1000000"),
+        ({"max_candidate_characters": 10**8}, "max_candidate_characters: at most 1000000, got 100000000"),
+        ({"exact": False, "mask_rest": True}, "mask_rest: needs exact"),
+        ({"exact": None, "max_candidates": 5}, "max_candidates: needs exact"),
+        ({"regex": "[ab]{6}"}, "regex: the shortest match has 6 characters, max_tokens is 5"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(server, fields, message):
+    assert refused(server, "records", **BB | fields)["message"].startswith(message)
+
+
+def test_a_deadline_ends_it_and_says_how_far_it_came(server):
+    body = BB | {"regex": "[ab]*(ab){150}[ab]*", "max_tokens": 400, "timeout_seconds": 0.5, "model": "records"}
+    response = web.post(f"{server.url}/generate", json=body)
+    assert response.status_code == 504
+    assert re.search(r"its timeout_seconds: 0 of \d\d+ candidates matched$", response.json()["error"]["message"])
+
+
+def test_candidates_count_in_metrics_and_in_a_clients_limits(places, tmp_path):
+    limits = tmp_path / "limits.toml"
+    limits.write_text("[default]\ncharacters_per_minute = 5000\n")
+    with serving(places.split(",")[0], client_limits=limits) as server:
+        body = BB | {"model": "records", "seed": 1}
+        first = web.post(f"{server.url}/generate", json=body | {"n": 20})
+        spent = first.json()["chargpt"]["exact"]["characters"]
+        assert 20 < spent < 3000
+        # All that was not spent is given back: what is left is less than the spent characters below the limit.
+        refusal = web.post(f"{server.url}/generate", json=body | {"max_candidate_characters": 5000 - spent // 2})
+        assert refusal.status_code == 429 and "characters_per_minute" in refusal.text
+        answered = web.post(f"{server.url}/generate", json=body | {"max_candidate_characters": 1000})
+        assert answered.status_code == 200
+        tried = [it.json()["chargpt"]["exact"] for it in (first, answered)]
+        for name, key in (("candidates", "candidates"), ("matches", "matches"), ("candidate_tokens", "characters")):
+            # Of candidates beyond the last answer some may have ended too.
+            total = server.metric(f"chargpt_exact_{name}_total")
+            assert sum(it[key] for it in tried) <= total <= 2 * sum(it[key] for it in tried)
+
+
+def test_memory_is_estimated_for_all_answers():
+    one = Submit(1, [1], 100, SamplingParams())
+    all_answers = Submit(1, [1], 100, SamplingParams(), draw=Draw(50, 10, 10))
+    assert estimate([all_answers], 64, 50).max_tokens == estimate([one] * 50, 64, 50).max_tokens
+    assert math.isfinite(sum(estimate([all_answers], 64, 50)))
