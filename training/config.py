@@ -59,8 +59,8 @@ class TrainConfig:
     data: tuple[str, ...] = option(("tinyshakespeare",), DATA_HELP)
     glob: tuple[str, ...] = option((), GLOB_HELP)
     exclude: tuple[str, ...] = option((), EXCLUDE_HELP)
-    min_count: int = option(1, MIN_COUNT_HELP, COUNT_OR_NONE)
     records: bool = option(False, "each line is a record (a name, a SMILES, a game); one in ten, at random, validates")
+    min_count: int = option(1, MIN_COUNT_HELP, COUNT_OR_NONE)
     seed: int = option(1337, "seed of the initial weights, the window order and dropout", (0, 2**63 - 1))
 
     # fine-tuning
