@@ -860,7 +860,7 @@ def test_an_invalid_setting_is_reported_with_the_allowed_values():
         TrainConfig(dtype="float16")
     with pytest.raises(ConfigError, match="preset must be one of quick, cpu, gpu, got 'huge'"):
         TrainConfig.from_preset("huge")
-    with pytest.raises(ConfigError, match="unknown setting 'lr'; allowed: data, glob, exclude, min_count"):
+    with pytest.raises(ConfigError, match="unknown setting 'lr'; allowed: data, glob, exclude, records"):
         TrainConfig.from_preset("cpu", lr=1)
 
 
