@@ -38,6 +38,7 @@ from torch.nn import functional as F
 from service import release
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
+from service.model.ngrams import NGRAMS
 from service.model.params import SamplingParams
 from training.check import size_check
 from training.config import TrainConfig
@@ -504,7 +505,8 @@ class Run:
         if not self.world.is_main:
             return
         description = self.describe(losses, progress or self.progress)
-        save_checkpoint(self.out / name, model, self.corpus.tokenizer, description, dtype=self.config.weights)
+        extra, dtype = {NGRAMS: self.corpus.ngrams}, self.config.weights
+        save_checkpoint(self.out / name, model, self.corpus.tokenizer, description, extra, dtype)
 
     def describe(self, losses: dict[str, Any], progress: Progress) -> dict[str, Any]:
         """The contents of training.json."""
