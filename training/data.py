@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from service.model.ngrams import NGrams
 from service.model.tokenizer import UNKNOWN, CharTokenizer, UnknownCharacterError
 from training.folders import replacing_folder
 from training.messages import Refusal, plural
@@ -247,6 +248,11 @@ class Corpus:
                 if count > max(2, len(lines) / 300):
                     return beginning
         return text.lstrip()[:EXAMPLE_CHARACTERS] or text[:1]
+
+    @functools.cached_property
+    def ngrams(self) -> bytes:
+        """The file of the training split's n-grams, for the service."""
+        return NGrams.count(self.train).dump()
 
     def describe(self) -> dict[str, Any]:
         characters, occurrences = self.replaced

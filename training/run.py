@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from service import release
 from service.model.gpt import GPT
+from service.model.ngrams import NGRAMS
 from training.check import size_check
 from training.config import TrainConfig
 from training.data import (
@@ -283,7 +284,8 @@ class RunState:
         if not self.world.is_main:
             return
         description = self.describe(losses, progress or self.progress)
-        save_checkpoint(self.out / name, model, self.corpus.tokenizer, description, dtype=self.config.weights)
+        extra, dtype = {NGRAMS: self.corpus.ngrams}, self.config.weights
+        save_checkpoint(self.out / name, model, self.corpus.tokenizer, description, extra, dtype)
 
     def describe(self, losses: dict[str, Any], progress: Progress) -> dict[str, Any]:
         """The contents of training.json."""

@@ -83,10 +83,11 @@ def open_runner(
     backend, dtype = resolve(backend, dtype, device)
     if backend == "native":
         if isinstance(source, Checkpoint):
-            weights = source.load_weights()
+            weights, ngrams = source.load_weights(), source.load_ngrams()
         else:
             weights = {name: value.detach().cpu().numpy() for name, value in source.state_dict().items()}
-        return native.NativeRunner(source.config, weights, slots, threads, dtype)
+            ngrams = None
+        return native.NativeRunner(source.config, weights, slots, threads, dtype, ngrams)
     import torch
 
     torch.set_num_threads(threads)

@@ -21,6 +21,7 @@
 // Knows ids and slots; nothing of requests, stops or text.
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -474,11 +475,12 @@ extern "C" {
 struct ChargptParams {
   double temperature, top_p, log_min_p, typical_p, repetition, presence, frequency;
   uint64_t seed;
-  int64_t top_k, num_biased, num_seen, num_ends;
+  int64_t top_k, num_biased, num_seen, num_ends, num_recent;
   const int32_t* biased;  // (num_biased,) ids
   const double* bias;     // (num_biased,)
   const int32_t* seen;    // (num_seen,) ids of the prompt; only where a penalty needs them
   const int32_t* ends;    // (num_ends,) ids after which no more is chosen in a call
+  const int32_t* recent;  // (num_recent,) the last ids of the prompt, by which the first guess is made
 };
 
 // A sequence's place in a pattern: an automaton as in constrain/automaton.py.
@@ -513,6 +515,11 @@ struct ChargptConfig {
   int32_t dtype, is_half;  // arithmetic: 0 fp32, 1 fp64, 2 bfloat16; weights stored as fp16
   double norm_eps;
   const double* frequencies;  // (head_dim / 2,) radians per position
+  // The tree of service/model/ngrams.py; num_ngrams is 0 without one.
+  int64_t num_ngrams;
+  const uint16_t* ngram_ids;     // (num_ngrams,)
+  const uint8_t* ngram_shares;   // (num_ngrams,)
+  const int32_t* ngram_children; // (num_ngrams + 1,) the first child of each
 };
 }
 
@@ -592,11 +599,21 @@ struct Sampler {
     seen.assign(is_penalised ? vocab_size : 0, 0);
     counts.assign(seen.size(), 0);
     for (int64_t i = 0; is_penalised && i < p.num_seen; ++i) seen[p.seen[i]] = 1;
-    p.biased = p.seen = p.ends = nullptr, p.bias = nullptr;
+    p.biased = p.seen = p.ends = p.recent = nullptr, p.bias = nullptr;
   }
 
   // z (V) and weight (V) have room for whole Lanes; order (V) is scratch.
   int32_t choose(double* z, double* weight, int32_t* order, int V, const uint8_t* allowed) {
+    const int32_t id = choose_at(0, z, weight, order, V, allowed);
+    if (id < 0) return id;
+    ++drawn;
+    if (!seen.empty()) seen[id] = 1, counts[id] += 1;
+    return id;
+  }
+
+  // The same for the draw that is `ahead` of the next one. Only logits can make this choose another id later, and what
+  // the penalties will have counted until then.
+  int32_t choose_at(int ahead, double* z, double* weight, int32_t* order, int V, const uint8_t* allowed) const {
     bool is_finite = true;
     for (int i = 0; i < V; ++i) is_finite &= std::abs(z[i]) <= 1.7976931348623157e308;
     if (!is_finite) return FAILED;
@@ -609,8 +626,8 @@ struct Sampler {
       if (!allowed[i]) z[i] = -HUGE_VAL;
     const double top = highest(z, V);
     int id = int(std::find(z, z + V, top) - z);
-    const double u = uniform(p.seed, drawn++);
     if (p.temperature > 0) {
+      const double u = uniform(p.seed, drawn + ahead);
       for (int i = 0; i < V; ++i) z[i] = (z[i] - top) / p.temperature;
       for (int i = 0; i < V; i += LANES<double>) store(weight + i, exp_of_negative(load(z + i)));
       truncate(z, weight, order, V);
@@ -619,7 +636,6 @@ struct Sampler {
       id = 0;
       while (id < V - 1 && (below += weight[id]) / total <= u) ++id;
     }
-    if (!seen.empty()) seen[id] = 1, counts[id] += 1;
     return id;
   }
 
@@ -694,17 +710,99 @@ struct Sampler {
   }
 };
 
-// What mostly follows the last four characters, learned from what is chosen, as a processor predicts branches. A guess
-// is run beside the character before it and counts only if that character is then chosen as guessed: guesses change
-// the time a text takes and nothing else.
-class Guesses {
+// -- guesses --
+
+// A guess of the next character is run beside the character before it, and counts only if that character is then chosen
+// as guessed: guesses change the time that a text takes and nothing else. They come from the training text and from the
+// sequence's own text, never from another's: times tell nothing of what others write.
+
+// The tree of service/model/ngrams.py, which says what the shares mean.
+class NGrams {
  public:
-  // `recent`: the last four ids, 16 bits each.
-  int32_t after(uint64_t recent) const {
+  static constexpr int ORDER = 5;
+  using Places = std::array<int32_t, ORDER + 1>;  // the nodes of the last 0 … ORDER characters; NONE: not in the tree
+
+  explicit NGrams(const ChargptConfig& c) : nodes(c.num_ngrams ? c.num_ngrams + 1 : 0) {
+    for (int i = 0; i < 256; ++i) shares[i] = std::exp2(-i / 16.0);
+    for (int64_t i = 0; i < c.num_ngrams; ++i) nodes[i] = {c.ngram_children[i], c.ngram_ids[i], c.ngram_shares[i]};
+    if (c.num_ngrams) nodes[c.num_ngrams].first_child = c.ngram_children[c.num_ngrams];
+  }
+  bool is_empty() const { return nodes.empty(); }
+
+  // The places after `count` ids.
+  Places find(const int32_t* ids, int count) const {
+    Places at;
+    at.fill(NONE);
+    at[0] = 0;
+    for (int i = 0; i < count; ++i) at = next(at, ids[i]);
+    return at;
+  }
+
+  Places next(const Places& at, int32_t id) const {
+    Places to;
+    to[0] = 0;
+    for (int k = 0; k < ORDER; ++k) to[k + 1] = at[k] < 0 ? NONE : child(at[k], id);
+    return to;
+  }
+
+  // log p of each id, (V,), nearly.
+  void logits(const Places& at, double* z, int V) const {
+    std::fill_n(z, V, 0.0);
+    double rest = 1;
+    for (int k = ORDER; k >= 0; --k) {
+      if (at[k] < 0) continue;
+      double left = 1;
+      for (int32_t i = nodes[at[k]].first_child, end = nodes[at[k] + 1].first_child; i < end; ++i) {
+        const double share = shares[nodes[i].share];
+        z[nodes[i].id] += rest * share;
+        left -= share;
+      }
+      rest *= std::max(0.0, left);
+    }
+    for (int i = 0; i < V; ++i) z[i] = log_of(z[i] + (rest + 1e-6) / V);
+  }
+
+ private:
+  struct Node {
+    int32_t first_child;  // the others follow it, to that of the next node
+    uint16_t id;
+    uint8_t share;
+  };
+
+  int32_t child(int32_t node, int32_t id) const {
+    int32_t first = nodes[node].first_child, end = nodes[node + 1].first_child;
+    const int32_t last = end;
+    while (first < end) {
+      const int32_t middle = (first + end) / 2;
+      if (nodes[middle].id < id) first = middle + 1;
+      else end = middle;
+    }
+    return first < last && nodes[first].id == id ? first : NONE;
+  }
+
+  // ln x within 0.01.
+  static double log_of(double x) {
+    int64_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    const double m = double(bits & ((int64_t(1) << 52) - 1)) * 0x1p-52;
+    return 0.6931471805599453 * (double(bits >> 52) - 1023 + m + 0.34 * m * (1 - m));
+  }
+
+  std::vector<Node> nodes;  // and the end of the last one's children
+  double shares[256];
+};
+
+// What mostly follows the last four characters in a sequence's own text, as a processor predicts branches: for texts
+// that are not drawn, as they repeat themselves, and where there is no tree.
+class Repetitions {
+ public:
+  void forget() { table.assign(table.size(), Entry{}); }
+  // `recent`: at least four ids.
+  int32_t after(const int32_t* recent) const {
     const Entry& entry = table[index(recent)];
     return entry.hits ? entry.id : NONE;
   }
-  void learn(uint64_t recent, int32_t id) {
+  void learn(const int32_t* recent, int32_t id) {
     Entry& entry = table[index(recent)];
     if (entry.id == id) entry.hits = std::min(entry.hits + 1, 3);
     else if (entry.hits) --entry.hits;
@@ -715,8 +813,12 @@ class Guesses {
   struct Entry {
     int32_t id = NONE, hits = 0;
   };
-  static size_t index(uint64_t recent) { return recent * 0x9E3779B97F4A7C15u >> 48; }
-  std::vector<Entry> table = std::vector<Entry>(1 << 16);
+  static size_t index(const int32_t* recent) {
+    uint64_t key = 0;
+    for (int i = 1; i <= 4; ++i) key = key << 16 | uint16_t(recent[-i]);
+    return key * 0x9E3779B97F4A7C15u >> 54;
+  }
+  std::vector<Entry> table = std::vector<Entry>(1 << 10);
 };
 
 // -- threads --
@@ -837,9 +939,11 @@ class Engine {
   virtual const char* copy(int source, int target, int64_t length) = 0;
   virtual void run(const ChargptItem* items, int count) noexcept = 0;  // allocates nothing
   virtual const char* refuses(const ChargptItem* items, int count) = 0;
+  virtual void count_guesses(int64_t* guessed, int64_t* right) const = 0;
   int slots = 0, vocab_size = 0, cache_bits = 0;  // of a number in the cache
 };
 
+constexpr int DEPTH = 3, MOST_GUESSES = 4;  // guesses of a sequence and of a batch
 constexpr int BATCH = 48;          // rows that pass the layers together; activations of wide models still fit a cache
 constexpr int64_t ANGLES = 4096;   // positions whose rotation is kept; of later ones it is computed
 
@@ -857,8 +961,11 @@ template <class T, class W, class K> class Net final : public Engine {
     Sampler sampler;
     int64_t position = 0;  // characters that have run
     int32_t last = NONE;   // the id that was chosen last
-    uint64_t recent = 0;   // the last four of them, for guesses
+    std::array<int32_t, NGrams::ORDER> recent;  // the last ids, those of the prompt included, for guesses
+    Repetitions repetitions;
     std::vector<int32_t> ends;
+
+    bool is_end(int32_t id) const { return std::find(ends.begin(), ends.end(), id) != ends.end(); }
   };
   struct Row {
     int slot;
@@ -871,8 +978,11 @@ template <class T, class W, class K> class Net final : public Engine {
     const ChargptItem* item;
     Walk walk;
     int fed = 0, chosen = 0, reported = 0;
-    int rows = 0;          // in the batch
-    int32_t guess = NONE;  // the id of the second row, if there is one
+    int rows = 0;                        // in the batch
+    std::array<int32_t, DEPTH> guess{};  // the ids of the last rows, which are guesses
+    int guessed = 0, kept = 0;           // number of guesses; where in `kept` what they overwrite is
+    NGrams::Places places{};             // of the slot's recent ids
+    bool has_places = false;
     bool goes_on = true;
   };
   struct Workspace {
@@ -887,14 +997,16 @@ template <class T, class W, class K> class Net final : public Engine {
     std::vector<Progress> active;
     size_t taken = 0;  // of `active`, those with rows in the batch
     std::vector<Row> rows;
-    Guesses guesses;
+    Buffer<K> kept;  // keys and values that guesses overwrite
+    int num_kept = 0;
+    int64_t num_guessed = 0, num_right = 0;
   };
 
  public:
   RARE Net(const ChargptConfig& config, const float* const* weights)
       : c(config), hs(c.n_embd / c.n_head), hp(padded<T>(hs)), Wp(padded<T>(c.block_size)), C(padded<T>(c.n_embd)),
         F(padded<T>(c.n_inner)), V(padded<T>(c.vocab_size)), heads(c.n_head + 2 * c.n_kv_head),
-        frequencies(c.frequencies, c.frequencies + hs / 2), pool(c.threads), pairs(new Pair[c.threads]) {
+        frequencies(c.frequencies, c.frequencies + hs / 2), ngrams(c), pool(c.threads), pairs(new Pair[c.threads]) {
     slots = c.slots, vocab_size = c.vocab_size, cache_bits = 8 * sizeof(K);
     pack(weights);
     head_size = values_at() + size_t(Wp) * hp;
@@ -915,6 +1027,7 @@ template <class T, class W, class K> class Net final : public Engine {
       w.logits = Buffer<T>(BATCH * V), w.z = Buffer<double>(V), w.weight = Buffer<double>(V);
       w.inputs = Buffer<typename Dot<T, W>::Input>(BATCH * std::max({C, 2 * F, c.n_head * hp}));
       w.queries = Buffer<Query>(HEADS * hp);
+      w.kept = Buffer<K>(MOST_GUESSES * place_size());
       w.key.resize(hp);
       w.order.resize(V);
       w.allowed.resize(V);
@@ -932,6 +1045,15 @@ template <class T, class W, class K> class Net final : public Engine {
     s.sampler.start(params, c.vocab_size);
     s.ends.assign(params.ends, params.ends + params.num_ends);
     s.position = 0, s.last = NONE;
+    s.recent.fill(NONE);
+    const int64_t count = std::min<int64_t>(params.num_recent, s.recent.size());
+    std::copy_n(params.recent + params.num_recent - count, count, s.recent.end() - count);
+    s.repetitions.forget();
+  }
+
+  void count_guesses(int64_t* guessed, int64_t* right) const override {
+    *guessed = *right = 0;
+    for (const Workspace& w : spaces) *guessed += w.num_guessed, *right += w.num_right;
   }
 
   const char* copy(int source, int target, int64_t length) override {
@@ -1021,8 +1143,11 @@ template <class T, class W, class K> class Net final : public Engine {
   static constexpr int CALLS_ALONE = 50;
   static constexpr int TEAM_ROWS = 64;                    // of a prompt
   static constexpr int TOGETHER = 8;                      // sequences of a thread
-  // Sequences up to which a second row of each is nearly free, as the time goes into reading the weights.
-  static constexpr size_t GUESSED = 1, GUESSED_LARGE = 4;
+  // Guesses of each sequence that pay in a batch of so many, as the time goes into reading the weights.
+  int depth_for(size_t sequences) const {
+    if (sequences == 1) return DEPTH;
+    return storage.bytes > TEAM_BYTES && sequences <= MOST_GUESSES ? 1 : 0;
+  }
 
   struct Pair {  // of threads
     Barrier barrier;
@@ -1053,7 +1178,7 @@ template <class T, class W, class K> class Net final : public Engine {
   void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team team) {
     const bool stays = only_choose(items) && storage.bytes <= TEAM_BYTES;
     begin(items, w);
-    while (gather(w, stays, storage.bytes > TEAM_BYTES ? GUESSED_LARGE : GUESSED)) {
+    while (gather(w, stays, true)) {
       team.wait();
       forward(w, w, team, 0, c.n_layer);
       finish(w, w, 0, w.taken);
@@ -1080,7 +1205,7 @@ template <class T, class W, class K> class Net final : public Engine {
           other.active.assign(batch.active.begin() + (count + 1) / 2, batch.active.end());
           batch.active.erase(batch.active.begin() + (count + 1) / 2, batch.active.end());
         }
-        if (gather(batch, true, 0)) forward(own, batch, alone, 0, half);
+        if (gather(batch, true, false)) forward(own, batch, alone, 0, half);
         pair.is_done[turn % 2] = batch.active.empty() && other.active.empty();
       } else if (!batch.rows.empty()) {
         forward(own, batch, alone, half, c.n_layer);
@@ -1111,10 +1236,11 @@ template <class T, class W, class K> class Net final : public Engine {
   }
 
   // The next batch; returns whether there is one.
-  bool gather(Workspace& w, bool stays, size_t guessed) {
+  bool gather(Workspace& w, bool stays, bool may_guess) {
     w.rows.clear();
+    w.num_kept = 0;
     const int limit = stays ? TOGETHER : BATCH;
-    const bool may_guess = w.active.size() <= guessed;
+    const int depth = may_guess ? depth_for(w.active.size()) : 0;
     for (Progress& it : w.active) {
       const int room = limit - int(w.rows.size());
       if (room == 0) break;
@@ -1128,13 +1254,70 @@ template <class T, class W, class K> class Net final : public Engine {
         w.rows.push_back({item.slot, given ? item.ids[it.fed + k] : s.last, s.position + k, wants});
       }
       it.rows = rows;
-      // Position W takes the place of position 0, which others may copy if the text ends before it.
-      const bool guesses = !given && may_guess && room > rows && item.steps - it.chosen > 1 && s.position + 1 != c.block_size;
-      it.guess = guesses ? w.guesses.after(s.recent) : NONE;
-      if (it.guess >= 0) w.rows.push_back({item.slot, it.guess, s.position + it.rows++, true});
+      if (depth && !given) {
+        guess(it, w, std::min({depth, room - rows, item.steps - it.chosen - 1, c.block_size - 1}));
+        it.kept = w.num_kept;
+        for (int k = 0; k < it.guessed; ++k) {
+          const int64_t position = s.position + it.rows++;
+          w.rows.push_back({item.slot, it.guess[k], position, true});
+          if (position >= c.block_size) keep(true, item.slot, position, &w.kept.data[w.num_kept++ * place_size()]);
+        }
+      }
       ++w.taken;
     }
     return !w.rows.empty();
+  }
+
+  // Fill in at most `most` guesses: of the next id, of the one after it if that is right, and so on. None ends the text,
+  // as nothing runs after that.
+  void guess(Progress& it, Workspace& w, int most) {
+    const Slot& s = states[it.item->slot];
+    const bool has_tree = !ngrams.is_empty(), repeats = may_repeat(s);
+    if (has_tree && !it.has_places) it.places = ngrams.find(s.recent.data(), int(s.recent.size())), it.has_places = true;
+    NGrams::Places places = it.places;
+    auto recent = s.recent;
+    Walk walk = it.walk;
+    for (it.guessed = 0; it.guessed < most; ++it.guessed) {
+      int32_t id = repeats ? s.repetitions.after(recent.end()) : NONE;
+      if (id < 0 && has_tree) {
+        ngrams.logits(places, w.z.data, c.vocab_size);
+        const uint8_t* allowed = walk.allow(w.allowed.data(), c.vocab_size);
+        id = s.sampler.choose_at(it.guessed, w.z.data, w.weight.data, w.order.data(), c.vocab_size, allowed);
+      }
+      if (id < 0 || !walk.push(id) || s.is_end(id)) return;
+      it.guess[it.guessed] = id;
+      append(recent, id);
+      if (has_tree) places = ngrams.next(places, id);
+    }
+  }
+
+  // Whether guesses come from the sequence's own text, before the tree.
+  bool may_repeat(const Slot& s) const { return ngrams.is_empty() || s.sampler.p.temperature == 0; }
+
+  template <class Ids> static void append(Ids& recent, int32_t id) {
+    std::copy(recent.begin() + 1, recent.end(), recent.begin());
+    recent.back() = id;
+  }
+
+  // Numbers of a position in the cache: in each layer a key and a value of each head.
+  size_t place_size() const { return size_t(c.n_layer) * c.n_kv_head * (hs + hp); }
+
+  // Copy the keys and values in the place of a position to `kept`, or from there.
+  void keep(bool keeps, int slot, int64_t position, K* kept) const {
+    constexpr int S = D::INPUTS;
+    const int index = int(position % c.block_size);
+    for (int layer = 0; layer < c.n_layer; ++layer)
+      for (int h = 0; h < c.n_kv_head; ++h) {
+        K* key = ring(slot, layer, h) + size_t(index / KEYS) * KEYS * hs + index % KEYS * S;
+        K* value = ring(slot, layer, h) + values_at() + size_t(index) * hp;
+        for (int d = 0; d < hs; ++d, ++kept) {
+          K& number = key[d / S * S * KEYS + d % S];
+          if (keeps) *kept = number;
+          else number = *kept;
+        }
+        std::memcpy(keeps ? kept : value, keeps ? value : kept, hp * sizeof(K));
+        kept += hp;
+      }
   }
 
   // Share in the batches that the first thread leads, until there is none.
@@ -1174,12 +1357,21 @@ template <class T, class W, class K> class Net final : public Engine {
       if (it.fed < item.count) return true;
       return item.steps && choose(it, own, logits + (wanted - 1) * V);
     }
-    ++s.position;
+    const int64_t first = ++s.position;  // of the guesses
+    int right = 0;
     bool goes_on = choose(it, own, logits);
-    if (goes_on && it.guess >= 0 && s.last == it.guess) {
+    while (goes_on && right < it.guessed && s.last == it.guess[right]) {
       ++s.position;
-      goes_on = choose(it, own, logits + V);
+      goes_on = choose(it, own, logits + ++right * V);
     }
+    // The wrong ones give back the places that they took: of positions that the next row sees, or that others may copy.
+    for (int k = 0, kept = it.kept; k < it.guessed; ++k)
+      if (first + k >= c.block_size) {
+        const K* from = &own.kept.data[kept++ * place_size()];
+        if (k >= right) keep(false, item.slot, first + k, const_cast<K*>(from));
+      }
+    own.num_guessed += it.guessed > 0, own.num_right += right > 0;
+    it.guessed = 0;
     return goes_on;
   }
 
@@ -1192,10 +1384,10 @@ template <class T, class W, class K> class Net final : public Engine {
     s.last = s.sampler.choose(z, w.weight.data, w.order.data(), c.vocab_size, allowed);
     item.chosen[it.chosen++] = s.last;
     if (s.last >= 0) report(it, w, logits, s.last);
-    w.guesses.learn(s.recent, s.last);
-    s.recent = s.recent << 16 | uint16_t(s.last);
-    const bool is_end = std::find(s.ends.begin(), s.ends.end(), s.last) != s.ends.end();
-    return s.last >= 0 && it.walk.push(s.last) && !is_end && it.chosen < item.steps;
+    if (may_repeat(s)) s.repetitions.learn(s.recent.end(), s.last);
+    append(s.recent, s.last);
+    if (it.has_places) it.places = ngrams.next(it.places, s.last);
+    return s.last >= 0 && it.walk.push(s.last) && !s.is_end(s.last) && it.chosen < item.steps;
   }
 
   static int32_t target_of(const ChargptItem& item, int index) { return item.targets ? item.targets[index] : NONE; }
@@ -1551,6 +1743,7 @@ template <class T, class W, class K> class Net final : public Engine {
   const ChargptConfig c;
   const int hs, hp, Wp, C, F, V, heads;  // head_dim; then padded: head_dim, block_size, n_embd, n_inner, vocab_size
   const std::vector<double> frequencies;
+  const NGrams ngrams;
   Pool pool;
   Barrier barrier;
   std::unique_ptr<Pair[]> pairs;
@@ -1646,6 +1839,11 @@ API const char* chargpt_run(void* engine, const ChargptItem* items, int32_t coun
   return nullptr;
 } catch (const std::bad_alloc&) {
   return "out of memory";
+}
+
+// In how many steps a character was guessed, and in how many rightly, since the engine was opened.
+API void chargpt_guesses(void* engine, int64_t* guessed, int64_t* right) {
+  ((Engine*)engine)->count_guesses(guessed, right);
 }
 
 API int32_t chargpt_cache_bits(void* engine) { return ((Engine*)engine)->cache_bits; }

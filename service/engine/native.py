@@ -22,6 +22,7 @@ from service.constrain.automaton import Automaton, Guide, MinimumLength
 from service.engine.runner import NONE, Outcome, Piece, Report, Runner
 from service.model.checkpoint import layout
 from service.model.config import GPTConfig
+from service.model.ngrams import ORDER, NGrams
 from service.model.params import SamplingParams
 from service.wire import Logprobs
 
@@ -32,7 +33,7 @@ _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VARIANTS = {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
 
-_PARAMS = struct.Struct("=7dQ4q4Q")  # ChargptParams
+_PARAMS = struct.Struct("=7dQ5q5Q")  # ChargptParams
 _ITEM = np.dtype(
     [(name, "i4") for name in ("slot", "count", "steps", "alternatives")]
     + [(name, "u8") for name in ("ids", "targets", "guide", "chosen", "values", "top_ids", "top_values", "which")]
@@ -46,6 +47,8 @@ class _Config(ctypes.Structure):
         *((name, c_int32) for name in ("n_inner", "slots", "threads", "dtype", "is_half")),
         ("norm_eps", c_double),
         ("frequencies", POINTER(c_double)),
+        ("num_ngrams", c_int64),
+        *((name, c_void_p) for name in ("ngram_ids", "ngram_shares", "ngram_children")),
     ]
 
 
@@ -122,6 +125,7 @@ def _load(path: Path) -> ctypes.CDLL:
         function.argtypes, function.restype, function.errcheck = arguments, c_char_p, _check
     library.chargpt_close.argtypes, library.chargpt_close.restype = [c_void_p], None
     library.chargpt_cache_bits.argtypes = [c_void_p]
+    library.chargpt_guesses.argtypes, library.chargpt_guesses.restype = [c_void_p, *2 * [POINTER(c_int64)]], None
     return library
 
 
@@ -147,6 +151,7 @@ class NativeRunner(Runner):
     of products; sums are float32). "float32" keeps keys and values as float16, unless a text could make them overflow.
     weights: under GPT's parameter names, float16 or float32, or float64 with values of float32. "float32" stores them
     as float16 where that is exact and keys and values are too; "float64" as float32.
+    ngrams: of the training text, which guesses come from; None: guesses come from a sequence's own text alone.
 
     Raises:
         ValueError: a weight has another shape than the config's or is not a float32, or the CPU does not compute in
@@ -158,7 +163,13 @@ class NativeRunner(Runner):
     follows_guides = True
 
     def __init__(
-        self, config: GPTConfig, weights: Mapping[str, np.ndarray], slots: int, threads: int, dtype: str = "float32"
+        self,
+        config: GPTConfig,
+        weights: Mapping[str, np.ndarray],
+        slots: int,
+        threads: int,
+        dtype: str = "float32",
+        ngrams: NGrams | None = None,
     ):
         self.config, self.slots, self.dtype = config, slots, dtype
         self._library, possible = library(), dtypes()
@@ -170,11 +181,16 @@ class NativeRunner(Runner):
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
         frequencies = config.rope_theta**-half
         assert config.n_inner is not None
+        tree: tuple[int | None, ...] = (0, None, None, None)
+        if ngrams is not None:
+            arrays = ngrams.ids, ngrams.shares, ngrams.first_child
+            tree = (len(ngrams.ids), *(array.ctypes.data for array in arrays))
         self._library.chargpt_open(
             _Config(
                 *(config.vocab_size, config.block_size, config.n_layer, config.n_head, config.n_kv_head),
                 *(config.n_embd, config.n_inner, slots, threads, possible.index(dtype), is_half, config.norm_eps),
                 frequencies.ctypes.data_as(POINTER(c_double)),
+                *tree,
             ),
             (POINTER(c_float) * len(singles))(*(it.ctypes.data_as(POINTER(c_float)) for it in singles)),
             self._engine,
@@ -202,12 +218,19 @@ class NativeRunner(Runner):
         if len(biased) and biased.max() >= V:
             raise ValueError(f"logit_bias ids must be below {V}, got {biased.max()}")
         bias = np.array([value for _, value in params.logit_bias], np.float64)
-        seen, last = ids if params.needs_history else ids[:0], np.asarray(ends, np.int32)
+        seen, last, recent = ids if params.needs_history else ids[:0], np.asarray(ends, np.int32), ids[-ORDER:]
         packed = _PARAMS.pack(
-            *(*params.factors, params.seed, params.top_k, len(biased), len(seen), len(last)),
-            *(biased.ctypes.data, bias.ctypes.data, seen.ctypes.data, last.ctypes.data),
+            *(*params.factors, params.seed, params.top_k, len(biased), len(seen), len(last), len(recent)),
+            *(biased.ctypes.data, bias.ctypes.data, seen.ctypes.data, last.ctypes.data, recent.ctypes.data),
         )
         self._library.chargpt_start(self._engine, slot, packed)
+
+    @property
+    def guesses(self) -> tuple[int, int]:
+        """In how many decode steps the next character was guessed, and in how many rightly."""
+        guessed, right = c_int64(), c_int64()
+        self._library.chargpt_guesses(self._engine, guessed, right)
+        return guessed.value, right.value
 
     def copy(self, source: int, target: int, length: int) -> None:
         self._library.chargpt_copy(self._engine, source, target, length)

@@ -4,6 +4,7 @@
     model.safetensors      weights under Qwen3's names
     tokenizer.json         one character, one id; AutoTokenizer reads it with tokenizer_config.json
     training.json          recipe, seed, data hash, losses, versions, a probe of what the model computes
+    ngrams.bin             optional: n-grams of the training text, see ngrams.py
     manifest.json          SHA-256 and size of every other file
 
 training/saving.py writes one. Loading trusts nothing: names, types and sizes are checked before a file is read, its
@@ -31,6 +32,7 @@ import msgspec
 import numpy as np
 
 from service.model.config import GPTConfig
+from service.model.ngrams import MAX_BYTES, NGRAMS, NGrams
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 
 if TYPE_CHECKING:
@@ -223,6 +225,7 @@ class Checkpoint:
             "tokenizer.json": (1 << 20) + 64 * config.vocab_size,  # an entry has at most 32 bytes
             "tokenizer_config.json": _MAX_JSON_BYTES,
             "training.json": _MAX_JSON_BYTES,
+            NGRAMS: MAX_BYTES,
         }
         if size < 2 * weights:
             raise CheckpointError(f"{path / WEIGHTS}: config.json describes {weights:,} weights, got {size:,} bytes")
@@ -315,6 +318,21 @@ class Checkpoint:
                     raise CheckpointError(f"{file}: {name} has values that are NaN, infinite or beyond float32")
             tensors[name] = values.reshape(shape)
         return {ours: np.concatenate([tensors[name] for name in theirs]) for ours, theirs in parameters.items()}
+
+    def load_ngrams(self) -> NGrams | None:
+        """The n-grams of the training text; None: the checkpoint has none.
+
+        Raises:
+            CheckpointError: the file is altered or malformed.
+        """
+        if NGRAMS not in self.files:
+            return None
+        try:
+            return NGrams.load(self.read_file(NGRAMS), self.config.vocab_size)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / NGRAMS}: {error}") from None
 
     def load_model(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
         """The model in evaluation mode, fp32 by default.

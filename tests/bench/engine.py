@@ -6,6 +6,7 @@ prompt and an answer, all from the beginning. serve.py and gpu.py ask them in tu
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from pathlib import Path
@@ -19,14 +20,17 @@ from service.model.checkpoint import Checkpoint
 from service.wire import Submit
 from tests.toolbox.figures import percentiles
 
-from .shapes import ANSWER, PROMPT, TEXT, prompt, sampling
+from .shapes import ANSWER, NUMBERS, PROMPT, TEXT, prompt, sampling
 
 TEMPLATES, TEMPLATE, REQUESTS = 50, 200, 600  # texts that prompts begin with, their characters; requests of a run
 
 
 def sequences(rows: int, length: int, characters: int = PROMPT) -> list[Submit]:
-    """Sequences of equal lengths without stops; each row has its own prompt, sampling parameters and seed."""
-    return [Submit(row, prompt(characters, row), length, sampling(row)) for row in range(rows)]
+    """Sequences of equal lengths without stops; each row has sampling parameters of its own, each sequence a prompt and
+    a seed.
+    """
+    numbers = itertools.islice(NUMBERS, rows)
+    return [Submit(row, prompt(characters, n), length, sampling(row, n)) for row, n in enumerate(numbers)]
 
 
 class Ours:
@@ -133,7 +137,7 @@ class Ours:
         for number in range(count):
             length = min(300, round(2 ** chance.uniform(0, 8.3)))
             ids = prompt(length, chance.randrange(len(TEXT)))
-            requests.append(Submit(number, ids, chance.randint(1, longest), sampling(number)))
+            requests.append(Submit(number, ids, chance.randint(1, longest), sampling(number, number)))
         engine, texts, left = self.new_engine(count), [[] for _ in requests], requests[:]
         if at_once:
             return [it for i in range(0, count, at_once) for it in engine.generate(requests[i : i + at_once])]

@@ -21,6 +21,7 @@ chooses the fastest at the row or client count in question.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import shlex
@@ -45,7 +46,7 @@ from tests.toolbox.launch import ROOT, Server, ServerError, module
 from . import engine, llama, peers, roofline
 from .command import Remote, Run, add_only, add_threads, build_parser
 from .report import markdown
-from .shapes import ANSWER, PROMPT, SAMPLING, SHAPES, checkpoint_of, prompt_text
+from .shapes import ANSWER, NUMBERS, PROMPT, SAMPLING, SHAPES, checkpoint_of, prompt_text
 
 ALONE = {  # one client, one request after the other
     "probe": b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -228,8 +229,8 @@ class Bench(Run):
                             run = answers_once(system, server, clients, rounds * clients, mode == "streamed")
                         into[family]["runs"].append(run)
                 for family, (system, _) in best["streamed", self.plan.clients[0]].items():
-                    prompts = (prompt_text(PROMPT, number) for number in range(self.plan.first_requests))
-                    requests = [system.request(prompt, 8, True, number) for number, prompt in enumerate(prompts)]
+                    numbers = itertools.islice(NUMBERS, self.plan.first_requests)
+                    requests = [system.request(prompt_text(PROMPT, n), 8, True, n) for n in numbers]
                     with servers[system].running():
                         first = first_once(servers[system], requests, system.marker)
                     figures["first"].setdefault(family, {"variant": system.name, "runs": []})["runs"].append(first)
@@ -388,7 +389,7 @@ def answers_once(
     """
     requests = (
         (0.0, system.request(prompt_text(PROMPT, number), length, streamed, number), (system.family, system.name))
-        for number in range(count)
+        for number in itertools.islice(NUMBERS, count)
     )
     outcome = load.run(server.port, requests, connections=clients, marker=system.marker, keep=True)
     for reply in outcome.replies:
@@ -421,8 +422,8 @@ def beside_once(
 
 def stream_rate(system: peers.System, port: int, length: int, seconds: float) -> float:
     """Characters per second that one client's streams, one after the other, give within `seconds`."""
-    request = system.request("\n", length, True, 0)
-    outcome = load.run(port, load.at_once(request, 10**9), connections=1, seconds=seconds, keep=True)
+    requests = ((0.0, system.request("\n", length, True, number), None) for number in NUMBERS)
+    outcome = load.run(port, requests, connections=1, seconds=seconds, keep=True)
     return sum(len(system.text(reply.body, True)) for reply in outcome.replies) / outcome.seconds
 
 
@@ -440,7 +441,7 @@ def kind_once(port: int, fields: dict[str, Any], clients: int, seconds: float) -
     """Characters per second of whole answers of ANSWER characters."""
     requests = (
         (0.0, load.post("/generate", {"prompt": prompt_text(PROMPT, n), "max_tokens": ANSWER, "seed": n} | fields), n)
-        for n in range(10**9)
+        for n in NUMBERS
     )
     outcome = load.run(port, requests, connections=clients, seconds=seconds)
     return len(outcome.ended) * ANSWER / outcome.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ ANSWER = 128  # characters
 
 # What prompts are cut from: text of the kind that S was trained on.
 TEXT = Path(__file__).with_name("prompts.txt").read_text(encoding="utf-8")
+# Each request of a process takes the next number, and with it a prompt and a seed: the engine guesses from texts it has
+# written, so the rounds of a measurement must not repeat them.
+NUMBERS = itertools.count()
 STRIDE = 7919  # prime: prompts of consecutive seeds begin far apart, and no two at the same character
 
 # Sampling parameters of users. transformers supports one set per batch and gets the first.
@@ -46,8 +50,8 @@ def checkpoint_of(shape: Path | GPTConfig, path: Path) -> Path:
     return path
 
 
-def sampling(row: int) -> SamplingParams:
-    return SamplingParams(**SAMPLING[row % len(SAMPLING)], seed=row)
+def sampling(row: int, seed: int) -> SamplingParams:
+    return SamplingParams(**SAMPLING[row % len(SAMPLING)], seed=seed)
 
 
 def prompt_text(length: int, seed: int) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from service.model.kv_cache import CacheRows, KVCache
-from tests.bench import gpu, report, roofline, serve, shapes, train
+from tests.bench import engine, gpu, peers, report, roofline, serve, shapes, train
 from tests.bench.command import BenchError
 from tests.bench.nanogpt import NanoGPT, Recipe
 from tests.helpers import random_model
 from tests.load import sweep
+from tests.toolbox import load
 from tests.toolbox.launch import ROOT
 from tests.training.runs import tiny
 
@@ -77,6 +80,24 @@ def test_the_document_shows_the_committed_results(name, results):
     [path] = (ROOT / "tests" / "bench" / "results").glob(f"{results}-*.json")
     assert f"<!-- {name} -->\n{tables(json.loads(path.read_text()))}<!-- /{name} -->" in document
     assert f"(bench/results/{path.name})" in document
+
+
+def test_no_round_repeats_a_prompt_with_its_seed(monkeypatch):
+    """The engine guesses from what it has written, so a text that comes again is written faster than users' texts."""
+    asked = [(tuple(it.prompt), it.sampling.seed) for _ in range(3) for it in engine.sequences(5, 8)]
+    assert len(set(asked)) == 15
+    sent: list[bytes] = []
+
+    def run(port, requests, **options):
+        sent.extend(request for _, request, _ in itertools.islice(requests, 4))
+        return load.Outcome(1.0, 0.0, [], 0.0)
+
+    monkeypatch.setattr(load, "run", run)
+    for _ in range(3):
+        serve.answers_once(peers.ours(ROOT), SimpleNamespace(port=0), 2, 4, False)
+        serve.stream_rate(peers.ours(ROOT), 0, 4, 1.0)
+        serve.kind_once(0, {}, 2, 1.0)
+    assert len(set(sent)) == len(sent) == 36
 
 
 @pytest.mark.tools

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,19 @@ import pytest
 import torch
 
 from service.constrain.automaton import Automaton, Guide
+from service.constrain.regex import compile_regex
 from service.engine import native
-from service.engine.backends import resolve
+from service.engine.backends import open_runner, resolve
 from service.engine.native import NativeRunner
 from service.engine.runner import FAILED, NONE, Piece, Report, report_of
+from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
+from service.model.ngrams import NGrams
 from service.model.params import MAX_SEED, SamplingParams
 from service.model.sampling import uniforms
+from service.settings import BUNDLED
 from service.wire import Logprobs, floats
-from tests.helpers import random_model
+from tests.helpers import VOCABULARY, random_model
 from tests.model.test_sampling import random_params
 from tests.sampler import History, sample
 from tests.toolbox.needs import missing
@@ -58,8 +63,10 @@ def weights(model: GPT) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
-def open_native(model: GPT, slots: int = 4, threads: int = 2, dtype: str = "float64") -> NativeRunner:
-    return NativeRunner(model.config, weights(model), slots, threads, dtype)
+def open_native(
+    model: GPT, slots: int = 4, threads: int = 2, dtype: str = "float64", ngrams: NGrams | None = None
+) -> NativeRunner:
+    return NativeRunner(model.config, weights(model), slots, threads, dtype, ngrams)
 
 
 def text(V: int, length: int, seed: int = 0) -> np.ndarray:
@@ -437,20 +444,134 @@ def test_runners_with_their_threads_come_and_go():
         runner.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
-def test_guesses_do_not_change_a_text(dtype, temperature):
-    """Alone and with many steps per call, characters are guessed and run ahead; with one step they are not. Low
-    temperatures give texts that repeat, so most guesses are right; others leave a key of a character that was not
-    chosen in the ring."""
+def written(
+    runner: NativeRunner, prompt: np.ndarray, params: SamplingParams, length: int, steps: int, slot: int = 0
+) -> list[int]:
+    """A text of `length` ids after a prompt, alone, by calls of `steps`."""
+    runner.start(slot, params, prompt)
+    ids = runner.prefill([Piece(slot, prompt, True)]).ids[0].tolist()
+    while len(ids) < length:
+        ids += decode(runner, [slot], min(steps, length - len(ids))).ids[0].tolist()
+    return ids
+
+
+def ngrams_of(model: GPT) -> NGrams:
+    """Of texts of the model: many guesses are right, and many are wrong."""
+    runner, V = open_native(model), model.config.vocab_size
+    texts = [written(runner, text(V, 5, seed), SamplingParams(0.5, seed=100 + seed), 2000, 64) for seed in range(5)]
+    return NGrams.count(np.array(texts, np.uint16).ravel())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", pytest.param("bfloat16", marks=needs_bf16)])
+@pytest.mark.parametrize("window", [1, 2, 13])
+@pytest.mark.parametrize("has_ngrams", [False, True])
+def test_guesses_do_not_change_a_text(dtype, window, has_ngrams):
+    """Alone and with many steps per call, characters are guessed and run ahead; with one step they are not. In a small
+    ring, wrong guesses overwrite keys that are still to be seen."""
+    model = random_model(block_size=window)
+    ngrams = ngrams_of(model) if has_ngrams else None
+    for temperature in (0.0, 0.3, 1.0):
+        texts = []
+        for steps in (1, 100):
+            runner = open_native(model, dtype=dtype, ngrams=ngrams)
+            params = [SamplingParams(temperature, seed=seed) for seed in range(3)]
+            texts.append([written(runner, text(61, 5, seed), each, 300, steps) for seed, each in enumerate(params)])
+            guessed, right = runner.guesses
+            if steps == 1 or window == 1:
+                assert guessed == 0
+            elif has_ngrams:
+                assert 0 < right < guessed
+        assert texts[0] == texts[1]
+
+
+def test_guesses_do_not_change_a_text_with_any_parameters_and_pattern():
     model = random_model(block_size=13)
-    texts = []
-    for steps in (1, 100):
-        runner = open_native(model, dtype=dtype)
-        ids: list[int] = []
-        for seed in range(3):  # the guesses of later texts come from the earlier ones
-            runner.start(0, SamplingParams(temperature, seed=seed), [1])
-            runner.prefill([Piece(0, text(61, 5, seed), True)])
-            ids += itertools.chain.from_iterable(decode(runner, [0], steps).ids[0] for _ in range(300 // steps))
-        texts.append(ids)
-    assert texts[0] == texts[1]
+    ngrams, rng = ngrams_of(model), np.random.default_rng()
+    automaton = compile_regex("(ab|[^a]{2,9}z)*[b-y]+", VOCABULARY)
+    for _ in range(20):
+        params, texts = random_params(rng, 61), []
+        for steps in (1, 100):
+            runner, guide, prompt = open_native(model, ngrams=ngrams), Guide(automaton, 100), text(61, 5)
+            runner.start(0, params, prompt, [5])
+            ids = runner.prefill([Piece(0, prompt, True, guide)]).ids[0].tolist()
+            goes_on = guide.push(ids[-1])
+            while goes_on and guide.remaining and not guide.must_end and ids[-1] != 5:
+                new = decode(runner, [0], min(steps, guide.remaining), guides={0: guide}).ids[0]
+                for id in new[new != NONE].tolist():
+                    ids.append(id)
+                    goes_on = goes_on and guide.push(id)
+            texts.append(ids)
+        assert texts[0] == texts[1], params
+
+
+def test_a_guess_is_what_the_ngrams_give_at_the_draw():
+    """As many guesses are right as those of a reference, which takes the same draws."""
+    model, length = random_model(block_size=13), 1500
+    ngrams = ngrams_of(model)
+    for temperature in (0.5, 1.0):
+        runner, prompt = open_native(model, ngrams=ngrams), text(61, 5, 7)
+        ids = written(runner, prompt, SamplingParams(temperature, seed=3), length, length)
+        draws, whole = uniforms(3, 0, length), [*prompt.tolist(), *ids]
+        is_right = []  # of each character after the first, which follows the prompt
+        for i in range(1, length):
+            p = ngrams.probabilities(whole[i : i + 5], 61) ** (1 / temperature)
+            is_right.append(bool((p.cumsum() / p.sum() <= draws[i]).sum() == ids[i]))
+        at = guessed = right = 0
+        while at < len(is_right) - 1:  # nothing follows the last one
+            most = min(3, len(is_right) - at - 1)
+            guessed, right = guessed + 1, right + is_right[at]
+            at += 1 + next((k for k in range(most) if not is_right[at + k]), most)
+        assert runner.guesses == pytest.approx((guessed, right), rel=0.03)
+        assert right > 0.15 * guessed
+
+
+def test_guesses_tell_nothing_of_other_sequences():
+    """A text takes as many steps after an equal one, in its slot or another, as after none."""
+    model = random_model(block_size=13)
+    for ngrams in (None, ngrams_of(model)):
+        for params in (SamplingParams(0.0), SamplingParams(0.3, seed=1)):
+            counts = set()
+            for earlier in (None, 0, 1):
+                runner = open_native(model, threads=1, ngrams=ngrams)
+                if earlier is not None:
+                    written(runner, text(61, 5), params, 300, 100, earlier)
+                before = runner.guesses
+                written(runner, text(61, 5), params, 300, 100)
+                counts.add(tuple(np.subtract(runner.guesses, before).tolist()))
+            assert len(counts) == 1
+
+
+def test_what_a_wrong_guess_overwrote_can_be_copied():
+    """The text ends after position 12, the last that fits the window, with an id that was not guessed: the rows of the
+    guesses took the places of the first positions."""
+    model = random_model(block_size=13)
+    ngrams, every, wrong = ngrams_of(model), everything(61), 0
+    for seed in range(40):
+        runner, prompt, params = open_native(model, ngrams=ngrams), text(61, 5, seed), SamplingParams(seed=seed)
+        *ids, last = written(runner, prompt, params, 9, 1)
+        if last in ids:
+            continue
+        runner.start(0, params, prompt, [last])
+        runner.prefill([Piece(0, prompt, True)])
+        assert decode(runner, [0], 30).ids[0].tolist() == [*ids[1:], last, *[NONE] * 22]
+        whole, found = np.array([*prompt, *ids], np.int32), []
+        for slot, first in ((1, 12), (2, 0)):
+            runner.start(slot, params, prompt)
+            if first:
+                runner.copy(0, slot, first)
+            outcome = runner.prefill([Piece(slot, whole[first:], True, None, every)])
+            found.append(logprobs(outcome.reports[0], 61))
+        np.testing.assert_array_equal(*found)
+        wrong += int(np.subtract(*runner.guesses))
+    assert wrong > 10
+
+
+@pytest.mark.parametrize(("temperature", "share"), [(0.8, 0.6), (1.0, 0.55)])
+def test_the_bundled_checkpoint_guesses_a_new_text(temperature, share):
+    checkpoint = Checkpoint.read(BUNDLED)
+    runner = open_runner(checkpoint, "native", slots=1)
+    for seed in range(3):
+        prompt = np.array(checkpoint.tokenizer.encode("And "), np.int32)
+        written(runner, prompt, SamplingParams(temperature, seed=time.time_ns() + seed), 1000, 100)
+    guessed, right = runner.guesses
+    assert right > share * guessed > 500

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.model.checkpoint import Checkpoint
+from service.model.ngrams import NGRAMS
 from service.settings import BUNDLED, Settings
 from tests.helpers import CORPUS, web
 from training.config import TrainConfig
@@ -41,6 +42,12 @@ def test_names_its_text_recipe_and_command(checkpoint):
     assert TrainConfig(**about["recipe"]) == TrainConfig(teachers=teachers, weights="float16", **settings)
     assert f"{flags} --teachers {' '.join(teachers)} --weights float16" in about["command"]
     assert [teacher["path"] for teacher in about["teachers"]] == teachers
+
+
+@pytest.mark.needs("corpus")
+def test_ngrams_are_those_of_its_text(checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert checkpoint.read_file(NGRAMS) == prepare(str(CORPUS)).ngrams
 
 
 @pytest.mark.needs("corpus")

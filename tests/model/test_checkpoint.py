@@ -13,15 +13,18 @@ import stat
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.model.checkpoint import REQUIRED, Checkpoint, CheckpointError
+from service.model.ngrams import NGRAMS, NGrams
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, random_model, save_random
 from tests.toolbox.launch import ROOT
@@ -343,6 +346,28 @@ def test_further_files_are_allowed_and_verified(folder):
     Checkpoint.read(folder)
     (folder / "LICENSE.txt").write_text("paid")
     assert refusal(folder).startswith("LICENSE.txt: size or SHA-256 differs")
+
+
+def test_ngrams_are_optional_and_malformed_ones_are_refused(folder):
+    assert Checkpoint.read(folder).load_ngrams() is None
+    V, file = Checkpoint.read(folder).config.vocab_size, folder / NGRAMS
+    file.write_bytes(NGrams.count(np.arange(40) % 4).dump())
+    sign(folder, NGRAMS)
+    checkpoint = Checkpoint.read(folder)
+    assert checkpoint.load_ngrams().probabilities([1], V).argmax() == 2
+    data = file.read_bytes()
+    for wrong in (data[:-1], b"", NGrams.count(np.full(40, V)).dump()):
+        write(file, wrong)
+        for read in (checkpoint.load_ngrams, partial(Checkpoint.read, folder)):
+            with pytest.raises(CheckpointError, match=f"{file}: size or SHA-256 differs from manifest.json"):
+                read()
+        sign(folder)
+        with pytest.raises(CheckpointError, match=f"{file}: "):
+            Checkpoint.read(folder).load_ngrams()
+    os.truncate(file, 1_000_001)
+    sign(folder)
+    with pytest.raises(CheckpointError, match="must have at most 1,000,000 bytes, got 1,000,001"):
+        Checkpoint.read(folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "more"])

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
+from service.model.ngrams import NGRAMS, NGrams
 from tests.helpers import call, random_model, save_random
 from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, crash, events, flags, resume, start, tiny, weights
@@ -212,6 +213,7 @@ def test_a_run_learns_and_reports(uninterrupted, tmp_path):
     about = best.training
     assert about["recipe"]["n_embd"] == 16 and about["data"]["sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
     assert about["losses"]["whole"] == end["whole"] and about["step"] == 24
+    assert best.read_file(NGRAMS) == NGrams.count(prepare(tiny(tmp_path).data).train).dump()
     assert {"torch", "python"} <= set(about["versions"]) and about["machine"]["threads"] == 1
     assert whole_loss(best.load_model(), prepare(tiny(tmp_path).data).val) == pytest.approx(end["whole"], rel=1e-6)
     assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
