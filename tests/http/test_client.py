@@ -20,7 +20,7 @@ from service.model.tokenizer import CharTokenizer
 from service.observe.metrics import Metrics
 from service.shared import REASONS, SharedState
 from service.sockets import ConsumerLost, WorkerSide
-from service.wire import Delta, Refused, Step, Submit
+from service.wire import Answer, Delta, Draw, Drawn, Refused, Step, Submit
 from tests.helpers import logprobs_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -216,6 +216,35 @@ async def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused
         with pytest.raises(ApiError, match="no inference process is ready"):
             client.start(peer.model, [submit([0])], time.monotonic())
     assert peer.counts() == {"submitted": 4, "refused": 3, "begun": 1, "length": 1}
+
+
+async def test_a_draw_that_lost_its_worker_gives_each_answer_once(peer):
+    draw = submit([0], draw=Draw(3, 9, 99), logprobs=0)
+    generation = peer.client.start(peer.model, [submit([1]), draw], time.monotonic(), interval=0.0)
+    await peer.until(lambda: len(peer.received) == 2)
+    first, id = (it.id for it in peer.received)
+    found = []
+    task = asyncio.create_task(generation.stream(lambda pieces: found.extend(pieces)))
+    answers = [Answer(2, 7, "stop"), Answer(0, 8, "length"), Answer(1, 9, "stop")]
+    begun = {"scheduled_at": 1.0, "prefilled_at": 2.0}
+    peer.send(Delta(first, [], "stop", **begun, ended_at=3.0))
+    peer.send(Delta(id, [0, 1], **begun, answers=answers[:1], drawn=Drawn(2, 1, 5), logprobs=logprobs_of([-0.5, -1.5])))
+    await peer.until(lambda: any(it.text for it in found))
+    await peer.lose_worker()
+    await peer.until(lambda: len(peer.received) == 3)
+    assert peer.received[2].draw == draw.draw
+    columns = logprobs_of([-0.5, -1.5, -2.5])
+    whole = Delta(
+        id, [0, 1, 0], "stop", **begun, ended_at=3.0, answers=answers, drawn=Drawn(9, 3, 40), logprobs=columns
+    )
+    peer.send(whole)
+    await task
+    pieces = [it for it in found if it.is_exact]
+    assert [(it.number, it.text, it.seed, it.finish_reason) for it in pieces] == [
+        (3, "ab", 7, "stop"), (4, "", 8, "length"), (5, "a", 9, "stop"),
+    ]  # fmt: skip
+    assert [[value for value, _ in it.logprobs.rows()] for it in pieces] == [[-0.5, -1.5], [], [-2.5]]
+    assert generation.sequences[1].drawn == Drawn(9, 3, 40)
 
 
 async def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(peer, monkeypatch):

@@ -261,6 +261,15 @@ def test_constraints_are_checked_as_one_types(visit, server):
     page.fill("#choice", "Ay\nNo")
     expect(note).to_have_text(re.compile("^For example: (Ay|No)$"))
     assert write(page)[0] in ("Ay", "No")
+    page.select_option("#constraint", "regex")
+    page.fill("#regex", "[a-zA-Z]+")
+    page.check("#exact")
+    fill(page, seed=3)
+    body = {"prompt": page.input_value("#prompt"), "regex": "[a-zA-Z]+", "temperature": 0.8, "seed": 3, "exact": True}
+    answer = web.post(f"{server.url}/generate", json=body | {"max_tokens": int(page.input_value("#max_tokens"))}).json()
+    assert write(page) == [answer["choices"][0]["text"]]
+    count = answer["chargpt"]["exact"]["candidates"]
+    expect(page.locator("#summary")).to_have_text(re.compile(f"% of {count:,} candidates? matched.$"))
 
 
 def test_output_is_text_and_never_markup(visit):

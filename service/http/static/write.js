@@ -50,9 +50,13 @@ function fields() {
   const kind = $("constraint").value;
   if (kind === "regex") body.regex = $("regex").value;
   if (kind === "choice") body.choice = $("choice").value.split("\n").filter(Boolean);
-  else if (!kind && $("stop_text").value) body.stop = $("stop_text").value.replaceAll("\\n", "\n");
+  if (kind && $("exact").checked) body.exact = true;
+  if (!kind && $("stop_text").value) body.stop = $("stop_text").value.replaceAll("\\n", "\n");
   return body;
 }
+
+// Of exact answers: how many candidates they took.
+const acceptance = (exact) => exact ? ` ${percent(exact.acceptance)} of ${number(exact.candidates)} candidates matched.` : "";
 
 const isConstrained = () => $("constraint").value !== "";
 
@@ -107,7 +111,7 @@ async function stream(body, into) {
   running?.abort();
   const controller = running = new AbortController();
   const started = performance.now();
-  let first = 0, last = 0, count = 0, ending = null, seed = null, hasFailed = false;
+  let first = 0, last = 0, count = 0, ending = null, seed = null, hasFailed = false, exact = null;
   written = into;
   editor.fail(null);
   $("summary").textContent = "Writing…";
@@ -123,7 +127,7 @@ async function stream(body, into) {
     }
     for await (const event of events(response)) {
       if (controller.signal.aborted) break;
-      if (event.chargpt) continue;
+      if (event.chargpt) { exact = event.chargpt.exact; continue; }
       last = performance.now();
       if (first) count += [...event.text].length; // those that came with the first took no time of their own
       first ||= last;
@@ -146,7 +150,7 @@ async function stream(body, into) {
   if (first) {
     const seconds = (last - first) / 1000, rate = seconds > 0.005 ? `, then ${number(count / seconds)} characters per second` : "";
     const how = { stopped: "Stopped. ", stop: "Done. ", length: "Done: the length is reached. " }[ending] ?? "";
-    $("summary").textContent = `${how}First character after ${number(first - started)} ms${rate}.`;
+    $("summary").textContent = `${how}First character after ${number(first - started)} ms${rate}.${acceptance(exact)}`;
   } else if (ending) $("summary").textContent = "Stopped before the first character.";
   return seed;
 }
@@ -192,6 +196,7 @@ function fail(failure) {
 // -- a list of records --
 
 let list = []; // of {text, certainty}
+let cost = null; // of the last ones, if they are exact
 
 async function more() {
   for (const name of ["max_tokens", "seed"]) if (!$(name).reportValidity()) return;
@@ -199,8 +204,9 @@ async function more() {
   if (body.seed !== undefined) body.seed += list.length;
   $("twenty").disabled = true;
   try {
-    const { choices } = await json("generate", body);
+    const { choices, chargpt } = await json("generate", body);
     editor.fail(null);
+    cost = chargpt.exact;
     for (const { text, logprobs } of choices) {
       const each = logprobs.token_logprobs;
       into.push({ text: (body.prompt + text).replaceAll("\n", " "), certainty: Math.exp(sum(each) / Math.max(1, each.length)) });
@@ -223,13 +229,13 @@ function showList() {
     return h("li", { className: pattern?.test(text) ? "match" : "" }, h("code", { textContent: text || "∅" }), " ", note);
   }));
   $("list").hidden = !list.length;
-  $("list-note").textContent = `${number(list.length)} records, ${number(list.length - seen.size)} repeated${pattern ? `, ${number(matching)} match` : ""}.${fault}`;
+  $("list-note").textContent = `${number(list.length)} records, ${number(list.length - seen.size)} repeated${pattern ? `, ${number(matching)} match` : ""}.${acceptance(cost)}${fault}`;
 }
 
 // -- constraints, checked as they are typed --
 
 export const check = later(350, async (signal) => {
-  const note = $("constraint-note"), body = fields();
+  const note = $("constraint-note"), { exact, ...body } = fields();
   note.className = "note";
   if (!isConstrained() || (!body.regex && !body.choice?.length)) { note.textContent = ""; return; }
   try {
@@ -247,6 +253,7 @@ export function refresh() {
   for (const output of document.querySelectorAll(".knob output")) output.value = output.nextSibling.value;
   $("regex-field").hidden = $("constraint").value !== "regex";
   $("choice-field").hidden = $("constraint").value !== "choice";
+  $("exact-field").hidden = !isConstrained();
   if (isConstrained()) $("more-constraint").open = true;
   view();
 }
@@ -267,6 +274,7 @@ export function useModel({ limits, model }, isLinked) {
   $("prompt").labels[0].textContent = model.records ? "Begin a record with" : "Begin with";
   $("twenty").hidden = !model.records;
   list = [];
+  cost = null;
   showList();
   if (writer !== model.checkpoint_sha256) lastSeed = null;
   writer = model.checkpoint_sha256;
