@@ -104,7 +104,11 @@ INLINE Reg<float> some(const BFloat16* from, int n) {
   return (Reg<float>)(__builtin_convertvector(v, Reg<uint32_t>) << 16);
 }
 INLINE void put(BFloat16* to, Reg<float> v, int n) {
+#if defined(__AVX512BF16__)
+  Halves halves = (Halves)_mm512_cvtneps_pbh((__m512)v);
+#else
   Halves halves = __builtin_convertvector(rounded(v) >> 16, Halves);
+#endif
   std::memcpy(to, &halves, n * sizeof(BFloat16));
 }
 
@@ -343,7 +347,7 @@ template <class S, int SIZE> class Group {
   T normalize(const T* x, T* __restrict to) const {
     const int n = length_of_head();
     T scale = 1 / std::sqrt(dot_of(x, x, n) / n + s.eps);
-    for (int d = 0; d < n; ++d) to[d] = x[d] * scale;
+    pieces<T>(n, [&](int d, auto count) { put(to + d, some(x + d, count) * scale, count); });
     return scale;
   }
 
@@ -354,11 +358,12 @@ template <class S, int SIZE> class Group {
     T* __restrict y = normed.data();
     copy(heads + place(t, head), to);
     normalize(to, y);
-    for (int d = 0; d < n; ++d) y[d] *= gain[d];
-    for (int d = 0; d < half; ++d) {
-      to[d] = y[d] * c[d] + y[d + half] * its_sin[d];
-      to[d + half] = y[d + half] * c[d + half] + y[d] * its_sin[d + half];
-    }
+    pieces<T>(n, [&](int d, auto count) { put(y + d, some(y + d, count) * some(gain + d, count), count); });
+    pieces<T>(half, [&](int d, auto count) {
+      Reg<T> first = some(y + d, count), second = some(y + d + half, count);
+      put(to + d, first * some(c + d, count) + second * some(its_sin + d, count), count);
+      put(to + d + half, second * some(c + d + half, count) + first * some(its_sin + d + half, count), count);
+    });
   }
 
   // The gradients of the head and of its gain, given that of what `turn` wrote.
@@ -369,15 +374,24 @@ template <class S, int SIZE> class Group {
     T* __restrict of_gain = grad_gains + size_t(head) * n;
     copy(heads + place(t, head), other.data());
     T scale = normalize(other.data(), y);
-    for (int d = 0; d < half; ++d) {
-      to[d] = grad[d] * c[d] + grad[d + half] * its_sin[d + half];
-      to[d + half] = grad[d + half] * c[d + half] + grad[d] * its_sin[d];
-    }
-    for (int d = 0; d < n; ++d) of_gain[d] += to[d] * y[d];
-    for (int d = 0; d < n; ++d) to[d] *= gain[d];
-    T mean = dot_of(to, y, n) / n;
-    for (int d = 0; d < n; ++d) to[d] = scale * (to[d] - y[d] * mean);
-    copy(to, grad_heads + place(t, head));
+    pieces<T>(half, [&](int d, auto count) {
+      Reg<T> first = some(grad + d, count), second = some(grad + d + half, count);
+      put(to + d, first * some(c + d, count) + second * some(its_sin + d + half, count), count);
+      put(to + d + half, second * some(c + d + half, count) + first * some(its_sin + d, count), count);
+    });
+    Reg<T> dots = {};
+    pieces<T>(n, [&](int d, auto count) {
+      Reg<T> each = some(to + d, count), its = some(y + d, count);
+      put(of_gain + d, some(of_gain + d, count) + each * its, count);
+      each *= some(gain + d, count);
+      dots += each * its;
+      put(to + d, each, count);
+    });
+    T mean = total<T>(dots) / n;
+    S* its_grad = grad_heads + place(t, head);
+    pieces<T>(n, [&](int d, auto count) {
+      put(its_grad + d, (some(to + d, count) - some(y + d, count) * mean) * scale, count);
+    });
   }
 
   // What the products of a group take of its keys and values; what only the backward needs, if it `is_backward`.
