@@ -153,6 +153,9 @@ class Engine:
         # By client: rows times steps that the calls before the last one left out, and the rows that the last one did.
         self._owed: dict[str, tuple[float, float]] = {}
         self._num_steps_last = 0
+        self._debts: dict[str, float] = {}  # by client: seconds of starting candidates, beside others, that it owes
+        self._paid: dict[str, float] = {}  # by client: rows that the next call leaves out for that
+        self._num_paid_steps = 1  # of the last call
         self._submitted: Callable[[], Sequence | None] = lambda: None  # the last one, while something else keeps it
         self._in_flight: list[Batch] = []  # launched by the last step, if the runner is asynchronous
         self._num_failures = 0  # calls in a row
@@ -207,6 +210,9 @@ class Engine:
         if self.draws.pop(draw.id, None) is None:
             return
         self._give_up(list(draw.running.values()))
+        client = draw.request.client
+        if client in self._debts and all(it.request.client != client for it in self.draws.values()):
+            del self._debts[client]
         delta = draw.delta(self.clock(), reason)
         assert delta is not None
         self._ended.append(delta)
@@ -233,15 +239,16 @@ class Engine:
             self.abort(id, "timeout")
         for draw in [draw for draw in self.draws.values() if draw.deadline <= stats.started_at]:
             self._end(draw, "timeout")
-        if self.draws:
-            waiting = sum(it.slot is None for draw in self.draws.values() for it in draw.running.values())
-            for draw in shared_out(self.draws.values(), scheduler.num_free - waiting):
-                scheduler.add(draw.next(next(self._candidate_ids), stats.started_at))
         deltas, self._ended = self._ended, []
         if scheduler.num_guided and not self.runner.follows_guides:  # whose masks follow from their last characters
             self._finish(self._in_flight, deltas)
             self._in_flight = []
         slots = self._share(np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0)))  # (B,)
+        if self.draws:
+            able = [draw for draw in self.draws.values() if draw.request.client not in self._debts]
+            waiting = sum(it.slot is None for draw in self.draws.values() for it in draw.running.values())
+            for draw in shared_out(able, scheduler.num_free - waiting):
+                scheduler.add(draw.next(next(self._candidate_ids), stats.started_at))
         plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)))
         self._start(plan)
         stats.lap("schedule")
@@ -256,6 +263,8 @@ class Engine:
         deltas += self._ended
         self._ended = []
         stats.lap("update")
+        if self.draws and len(slots):
+            self._owe(plan.pieces)
         return deltas
 
     def generate(self, requests: Iterable[Submit]) -> list[list[int]]:
@@ -278,9 +287,12 @@ class Engine:
 
         The client with the fewest rows for its weight has all of them in each call. The call takes so many of the
         others' that its time is that of these rows alone, divided by that client's part of all weights. The sequences
-        of the others take turns. A sequence whose stop pattern keeps the host busy counts as several rows.
+        of the others take turns. A sequence whose stop pattern keeps the host busy counts as several rows. What
+        candidates take besides decoding counts in their client's part: thousands that end after a character would
+        otherwise take most of the time.
         """
-        if len(slots) < 2 or not self.scheduler.is_fair:
+        if len(slots) + len(self._debts) < 2 or not self.scheduler.is_fair:
+            self._debts.clear()
             return slots
         by_client: dict[str, list[int]] = {}
         weights: dict[str, float] = {}
@@ -296,21 +308,27 @@ class Engine:
             by_client[client].append(slot)
             times[slot] = sequence.time_in_rows
             rows[client] += times[slot]
-        if len(by_client) == 1:
+        if len({**by_client, **self._debts}) < 2 or not by_client:
+            self._debts.clear()
             return slots
         clients = sorted(by_client, key=lambda name: rows[name] / weights[name])
+        for draw in self.draws.values() if self._debts else ():
+            weights.setdefault(draw.request.client, draw.request.weight)
+        self._settle(weights)
         fewest, cost, all_weights = rows[clients[0]], self._decode_cost, sum(weights.values())
         parts = all_weights / weights[clients[0]]
         limit = max(parts * fewest, (parts * cost.seconds(fewest) - cost.fixed) / cost.each)
-        if limit >= sum(rows.values()):
+        if limit >= sum(rows.values()) and not self._debts:
             return slots
         chosen: list[int] = []
         before, self._owed = self._owed, {}
-        for name in clients:
-            its_slots, weight = by_client[name], weights[name]
-            room = min(rows[name], limit * weight / all_weights)
-            limit, all_weights = limit - room, all_weights - weight
-            if room < rows[name] - 1e-9:
+        for name in [*(name for name in weights if name not in by_client), *clients]:
+            its_slots, wanted = by_client.get(name, []), rows.get(name, 0.0)
+            part = limit * weights[name] / all_weights
+            paid = self._pay(name, part)
+            room = min(wanted, part - paid)
+            limit, all_weights = limit - paid - room, all_weights - weights[name]
+            if room < wanted - 1e-9:
                 owed, left = before.get(name, (0.0, 0.0))
                 owed += left * self._num_steps_last
                 extra = owed / self._num_steps(len(chosen) + 1, 0)
@@ -324,6 +342,37 @@ class Engine:
         self._turn += 1
         self._decoded_at[chosen] = self._turn
         return np.array(sorted(chosen))
+
+    def _owe(self, pieces: list[Piece]) -> None:
+        """Count what candidates took besides decoding, in a step in which others may have decoded too."""
+        drawing = {draw.request.client for draw in self.draws.values()}
+        clients = [piece.sequence.request.client for piece in pieces if isinstance(piece.sequence, Candidate)]
+        seconds = sum(self.stats.phases.get(phase, 0.0) for phase in ("schedule", "prefill", "update"))
+        for client in drawing.intersection(clients):
+            self._debts[client] = self._debts.get(client, 0.0) + seconds * clients.count(client) / len(pieces)
+
+    def _settle(self, weights: dict[str, float]) -> None:
+        """Let clients owe only what they took beyond the one that took the least, by weight: it owes nothing."""
+        least = min((self._debts.get(name, 0.0) / weight for name, weight in weights.items()), default=0.0)
+        for name in list(self._debts):
+            self._debts[name] -= least * weights[name]
+            if self._debts[name] <= 1e-9:
+                del self._debts[name]
+
+    def _pay(self, client: str, rows: float) -> float:
+        """How many rows of its part of the next call a client leaves to others, for what it owes."""
+        debt = self._debts.get(client, 0.0)
+        paid = self._paid[client] = min(rows, debt / (self._decode_cost.each * self._num_paid_steps))
+        return paid
+
+    def _paid_for(self, steps: int) -> None:
+        """A call of so many steps runs without the rows that were left to others."""
+        self._num_paid_steps = steps
+        for client, rows in self._paid.items():
+            self._debts[client] = self._debts.get(client, 0.0) - rows * self._decode_cost.each * steps
+            if self._debts[client] <= 1e-9:
+                del self._debts[client]
+        self._paid.clear()
 
     def _prefill_budget(self, rows: int) -> int:
         """Prompt characters of a step that decodes `rows`: half of its time, or what one decode step leaves of it."""
@@ -371,6 +420,7 @@ class Engine:
             steps = np.minimum(1 if is_slow else self._num_steps(len(slots), num_prompt), scheduler.num_left[slots])
             if steps.max() > MAX_AHEAD and any(sequence.may_stop for sequence in sequences):
                 steps = np.minimum(steps, MAX_AHEAD)  # of all, as above
+            self._paid_for(int(steps.max()))
             wait = self.runner.decode(slots, steps, guides, reports)
             scheduler.decoded(slots, steps)
             stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
