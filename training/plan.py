@@ -32,7 +32,7 @@ LADDER: tuple[dict[str, Any], ...] = (
     {"n_layer": 8, "n_head": 12, "n_kv_head": 6, "n_embd": 384},
     {"n_layer": 12, "n_head": 16, "n_kv_head": 8, "n_embd": 512},
 )
-ENOUGH = 1.0  # characters per parameter
+ENOUGH = 0.5  # characters per parameter
 MOST_PARAMETERS = 7  # per character of the training split; more memorize it
 STEP = 16  # characters of a step per n_embd
 MIN_STEPS, SHORT = 100, 1000  # steps; of a run with fewer than SHORT, a step has half the characters
