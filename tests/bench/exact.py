@@ -173,16 +173,15 @@ def stream_speed(url: str, seconds: float = 4.0) -> float:
         return count / (time.perf_counter() - started)
 
 
-def chi_square(draws: int) -> dict[str, Any]:
-    """p-values of each kind of condition, alone and under load."""
+def chi_square(case: str, draws: int) -> dict[str, float]:
+    """p-values of a kind of condition, alone and under load."""
     model = random_model(torch.float64, seed=5, vocab_size=len(CHARACTERS), block_size=8)
-    found: dict[str, Any] = {}
-    for case, (options, outcome) in CASES.items():
-        expected = chances(model, "\n", 6, outcome)
-        for name, others in (("alone", 0), ("under load", 400)):
-            engine = Engine(open_runner(model, "auto", "float64", 32), max_waiting=10_000)
-            texts, _ = run_draws(engine, [draw(1, answers=draws, seed=2, **options)], load(others))
-            found.setdefault(case, {})[name] = p_value(Counter(text for text, *_ in texts[1]), expected)
+    options, outcome = CASES[case]
+    expected, found = chances(model, "\n", 6, outcome), {}
+    for name, others in (("alone", 0), ("under load", 400)):
+        engine = Engine(open_runner(model, "auto", "float64", 64), max_waiting=10_000)
+        texts, _ = run_draws(engine, [draw(1, answers=draws, seed=2, **options)], load(others))
+        found[name] = p_value(Counter(text for text, *_ in texts[1]), expected)
     return found
 
 
@@ -230,9 +229,9 @@ class Bench(Run):
                     in_child(train, data, out, self.args.threads)
             with self.noted(f"serving {data.stem}"):
                 self.measure(data, out / "best")
-        if self.args.draws:
-            with self.noted("chi-square"):
-                self.results["p_values"] = in_child(chi_square, self.args.draws)
+        for case in CASES if self.args.draws else ():
+            with self.noted(f"chi-square: {case}"):
+                self.results["p_values"][case] = in_child(chi_square, case, self.args.draws)
 
     def measure(self, data: Path, checkpoint: Path) -> None:
         args, conditions = self.args, conditions_of(data)
