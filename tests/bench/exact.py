@@ -38,9 +38,10 @@ from rich.console import Console
 
 from service.engine.backends import open_runner
 from service.engine.engine import Engine
+from service.settings import cpus_per_worker
 from tests.engine.test_draw import CASES, CHARACTERS, chances, draw, load, p_value
 from tests.engine.test_draw import run as run_draws
-from tests.helpers import RunningServer, random_model
+from tests.helpers import random_model, serving
 from tests.toolbox.figures import figure, table
 from training import jobs
 from training.config import TrainConfig
@@ -147,7 +148,8 @@ def drawing(url: str) -> Iterator[None]:
                 "exact": True,
             }
             while not ends.is_set():
-                http.post(f"{url}/generate", json=body | {"seed": time.monotonic_ns() % 10**9, "n": 64})
+                with contextlib.suppress(httpx.HTTPError):  # the server ends
+                    http.post(f"{url}/generate", json=body | {"seed": time.monotonic_ns() % 10**9, "n": 64})
 
     threads = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
     for thread in threads:
@@ -235,12 +237,10 @@ class Bench(Run):
 
     def measure(self, data: Path, checkpoint: Path) -> None:
         args, conditions = self.args, conditions_of(data)
-        with contextlib.closing(
-            RunningServer(checkpoint, client_header="X-Forwarded-For", max_tokens=16_384, threads=args.threads or 2)
-        ) as server:
+        settings = {"client_header": "X-Forwarded-For", "max_tokens": 16_384}
+        with serving(checkpoint, **settings, threads=args.threads or cpus_per_worker({})) as server:
             asking, has_molecules = Asking(server.url), conditions is CONDITIONS["smiles"]
-            with self.noted(f"{args.pool} free answers"):
-                pool, _, _ = asking.sample(args.pool)
+            pool, _, _ = asking.sample(args.pool)
             for name, condition in conditions.items():
                 ways: dict[str, Any] = self.results["conditions"].setdefault(f"{data.stem}: {name}", {})
                 matches = [text for text in pool if is_match(text, condition)]
