@@ -27,7 +27,7 @@ RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled native image lock sbom test test-native-sanitized test-slow test-tools chaos chaos-train \
-  framing bench bench-quick bench-table bench-train gpu-check load load-sweep rules lint clean
+  framing bench bench-quick bench-table bench-train bench-exact gpu-check load load-sweep rules lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -130,6 +130,9 @@ gpu-check: ## on an NVIDIA GPU: tests, benchmarks, training and image, about 25 
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu-check: no NVIDIA GPU, nvidia-smi lists none" >&2; exit 2; }
 	@$(MAKE) --no-print-directory $(VENV)/.installed-bench
 	$(BIN)/python -m tests.bench.gpu $(ARGS)
+
+bench-exact: $(VENV)/.installed-test ## exact answers: chi-square of 20,000 draws; with ARGS="--lists FILE …" against the mask: out/bench-exact
+	$(BIN)/python -m tests.bench.exact $(ARGS)
 
 bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)

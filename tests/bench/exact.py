@@ -38,9 +38,10 @@ from rich.console import Console
 
 from service.engine.backends import open_runner
 from service.engine.engine import Engine
+from service.settings import cpus_per_worker
 from tests.engine.test_draw import CASES, CHARACTERS, chances, draw, load, p_value
 from tests.engine.test_draw import run as run_draws
-from tests.helpers import RunningServer, random_model
+from tests.helpers import random_model, serving
 from tests.toolbox.figures import figure, table
 from training import jobs
 from training.config import TrainConfig
@@ -147,7 +148,8 @@ def drawing(url: str) -> Iterator[None]:
                 "exact": True,
             }
             while not ends.is_set():
-                http.post(f"{url}/generate", json=body | {"seed": time.monotonic_ns() % 10**9, "n": 64})
+                with contextlib.suppress(httpx.HTTPError):  # the server ends
+                    http.post(f"{url}/generate", json=body | {"seed": time.monotonic_ns() % 10**9, "n": 64})
 
     threads = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
     for thread in threads:
@@ -173,16 +175,15 @@ def stream_speed(url: str, seconds: float = 4.0) -> float:
         return count / (time.perf_counter() - started)
 
 
-def chi_square(draws: int) -> dict[str, Any]:
-    """p-values of each kind of condition, alone and under load."""
+def chi_square(case: str, draws: int) -> dict[str, float]:
+    """p-values of a kind of condition, alone and under load."""
     model = random_model(torch.float64, seed=5, vocab_size=len(CHARACTERS), block_size=8)
-    found: dict[str, Any] = {}
-    for case, (options, outcome) in CASES.items():
-        expected = chances(model, "\n", 6, outcome)
-        for name, others in (("alone", 0), ("under load", 400)):
-            engine = Engine(open_runner(model, "auto", "float64", 32), max_waiting=10_000)
-            texts, _ = run_draws(engine, [draw(1, answers=draws, seed=2, **options)], load(others))
-            found.setdefault(case, {})[name] = p_value(Counter(text for text, *_ in texts[1]), expected)
+    options, outcome = CASES[case]
+    expected, found = chances(model, "\n", 6, outcome), {}
+    for name, others in (("alone", 0), ("under load", 400)):
+        engine = Engine(open_runner(model, "auto", "float64", 64), max_waiting=10_000)
+        texts, _ = run_draws(engine, [draw(1, answers=draws, seed=2, **options)], load(others))
+        found[name] = p_value(Counter(text for text, *_ in texts[1]), expected)
     return found
 
 
@@ -230,18 +231,16 @@ class Bench(Run):
                     in_child(train, data, out, self.args.threads)
             with self.noted(f"serving {data.stem}"):
                 self.measure(data, out / "best")
-        if self.args.draws:
-            with self.noted("chi-square"):
-                self.results["p_values"] = in_child(chi_square, self.args.draws)
+        for case in CASES if self.args.draws else ():
+            with self.noted(f"chi-square: {case}"):
+                self.results["p_values"][case] = in_child(chi_square, case, self.args.draws)
 
     def measure(self, data: Path, checkpoint: Path) -> None:
         args, conditions = self.args, conditions_of(data)
-        with contextlib.closing(
-            RunningServer(checkpoint, client_header="X-Forwarded-For", max_tokens=16_384, threads=args.threads or 2)
-        ) as server:
+        settings = {"client_header": "X-Forwarded-For", "max_tokens": 16_384}
+        with serving(checkpoint, **settings, threads=args.threads or cpus_per_worker({})) as server:
             asking, has_molecules = Asking(server.url), conditions is CONDITIONS["smiles"]
-            with self.noted(f"{args.pool} free answers"):
-                pool, _, _ = asking.sample(args.pool)
+            pool, _, _ = asking.sample(args.pool)
             for name, condition in conditions.items():
                 ways: dict[str, Any] = self.results["conditions"].setdefault(f"{data.stem}: {name}", {})
                 matches = [text for text in pool if is_match(text, condition)]

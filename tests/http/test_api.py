@@ -846,8 +846,10 @@ def test_bad_words_never_appear_and_change_nothing_else(client, post):
     blind = {"allowed_characters": "aet", "bad_words": ["aa", "ae", "at"]}  # nothing may follow an a
     long = post("/generate", prompt="a", n=20, min_tokens=4, max_tokens=6, **blind)["choices"]
     assert all(len(it["text"]) >= 4 for it in long)
-    error = rejection(client, "/generate", **options, bad_words=["a"], regex="[a-z]+")
-    assert error["message"] == "bad_words: cannot be combined with regex"
+    both = post("/generate", **options, bad_words=["a", "ee"], regex="[a-e]{8}([a-e]*)")["choices"]
+    assert all(re.fullmatch("[b-e]{8,}", it["text"]) and "ee" not in it["text"] for it in both)
+    error = rejection(client, "/generate", **options, bad_words=["a"], regex="[ab]*a")
+    assert error["message"] == "regex: nothing can match that has none of bad_words"
     error = rejection(client, "/generate", **options, bad_words=[c * 100 for c in "abcdefghijkl"])
     assert (error["param"], error["code"]) == ("bad_words", "invalid_pattern")
 
