@@ -302,6 +302,7 @@ class Catalog:
                 "ones: set --replacement-character to one that it has, or --unknown-characters to drop or refuse"
             )
         checkpoint.load_weights()
+        checkpoint.load_ngrams()
         version = Version(self._next_id, name, _shown(path), checkpoint.digest, int(time.time()))
         self._next_id += 1
         folder = version.folder(self.folder)

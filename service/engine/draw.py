@@ -119,7 +119,7 @@ class Draw:
     @property
     def wants_more(self) -> bool:
         """Whether another candidate should run: as many as are likely to give what is missing, at the same time."""
-        missing = self.limits.answers - self.drawn.matches - self._num_undecided_matches
+        missing = self.limits.answers - self._num_matched
         if missing <= 0 or self.is_finished or self._next == self.limits.max_candidates:
             return False
         return len(self.running) < math.ceil(missing * (self._num_ended + 1) / (self._num_matched + 1))

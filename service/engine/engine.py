@@ -243,10 +243,12 @@ class Engine:
         if scheduler.num_guided and not self.runner.follows_guides:  # whose masks follow from their last characters
             self._finish(self._in_flight, deltas)
             self._in_flight = []
-        slots = self._share(np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0)))  # (B,)
+        decoding = np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0))
+        slots = self._share(decoding)  # (B,)
         if self.draws:
             able = [draw for draw in self.draws.values() if draw.request.client not in self._debts]
-            waiting = sum(it.slot is None for draw in self.draws.values() for it in draw.running.values())
+            candidates = [it for draw in self.draws.values() for it in draw.running.values()]
+            waiting = sum(it.slot is None and it.charged is None for it in candidates)
             for draw in shared_out(able, scheduler.num_free - waiting):
                 scheduler.add(draw.next(next(self._candidate_ids), stats.started_at))
         plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)))
@@ -263,7 +265,7 @@ class Engine:
         deltas += self._ended
         self._ended = []
         stats.lap("update")
-        if self.draws and len(slots):
+        if self.draws and len(decoding):
             self._owe(plan.pieces)
         return deltas
 
@@ -289,8 +291,9 @@ class Engine:
         others' that its time is that of these rows alone, divided by that client's part of all weights. The sequences
         of the others take turns. A sequence whose stop pattern keeps the host busy counts as several rows. What
         candidates take besides decoding counts in their client's part: thousands that end after a character would
-        otherwise take most of the time.
+        otherwise take most of the time. A client that owes for them leaves some of its rows to the others.
         """
+        self._paid.clear()
         if len(slots) + len(self._debts) < 2 or not self.scheduler.is_fair:
             self._debts.clear()
             return slots
@@ -339,6 +342,10 @@ class Engine:
                 self._owed[name] = owed, room
             else:
                 chosen += its_slots
+        if not chosen:  # all that decode owe: waiting would pay nothing
+            self._debts.clear()
+            self._paid.clear()
+            return slots
         self._turn += 1
         self._decoded_at[chosen] = self._turn
         return np.array(sorted(chosen))

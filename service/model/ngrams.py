@@ -1,7 +1,7 @@
 """How often characters follow the last five in a text, by which the native engine guesses the next one.
 
 A guess is run ahead and counts only if the model then chooses it, so this decides the time of a text and nothing else.
-Training writes the file (training/loop.py); a checkpoint without it is served without such guesses.
+Training writes the file (training/run.py); a checkpoint without it is served without such guesses.
 
 The file is in the format of safetensors, under a name that no loader of weights looks for. It holds a tree of n-grams,
 level by level: the children of a node are the characters that follow its n-gram, by id.
@@ -51,10 +51,11 @@ class NGrams:
         size = 1
         for length in range(1, ORDER + 2):
             fits = at + length <= len(text)
+            fits[fits] = text[at[fits] + length - 1] < 0xFFFF  # larger ids have no place in the file
             at, nodes = at[fits], nodes[fits]
             last = text[at + length - 1]
             found, which, count = np.unique(nodes << 16 | last, return_inverse=True, return_counts=True)
-            is_kept = (count >= MIN_COUNT) & (found & 0xFFFF < 0xFFFF)
+            is_kept = count >= MIN_COUNT
             number = size + np.cumsum(is_kept) - 1  # of each that is kept
             ids.append(found[is_kept] & 0xFFFF)
             parents.append(found[is_kept] >> 16)

@@ -416,3 +416,20 @@ def test_draws_of_several_clients_share_the_slots(make, monkeypatch):
         rows += engine.stats.num_decode_rows
     spent = [it.num_run for it in engine.draws.values()]
     assert min(spent) > 50 and rows > 2 * steps, (spent, rows)
+
+
+@on_any
+def test_clients_that_all_owe_go_on(make):
+    """A client whose candidates end at their first character never decodes, and so owes nothing."""
+    engine = make(16)
+    for id, client in enumerate(["one", "other"]):
+        engine.submit(draw(id, "(aa|bb){15}", answers=10**4, length=40, seed=id, client=client))
+    for _ in range(3):
+        engine.step()
+    engine.submit(draw(2, "\n", answers=10**4, length=40, client="third"))
+    engine._debts |= {"one": 10.0, "other": 10.0}
+    rows = 0
+    for _ in range(5):
+        engine.step()
+        rows += engine.stats.num_decode_rows
+    assert rows

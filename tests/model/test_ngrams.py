@@ -63,7 +63,9 @@ def test_of_a_long_text_even_parts_are_counted(monkeypatch):
     assert NGrams.count(text).probabilities([], 10) == pytest.approx([0.1] * 10, abs=0.02)
 
 
-@pytest.mark.parametrize("text", [[], [0], [0, 0], [65_535, 65_535, 65_534, 65_534], [0] * 100])
+@pytest.mark.parametrize(
+    "text", [[], [0], [0, 0], [65_535, 65_535, 65_534, 65_534], [0] * 100, [70_000, 5, 66_000, 9] * 3]
+)
 def test_any_text_gives_a_file(text):
     tree = NGrams.load(NGrams.count(np.array(text, np.uint32)).dump(), 1 << 16)
     assert tree.probabilities(text, 1 << 16).sum() == pytest.approx(1, abs=0.1)
