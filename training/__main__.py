@@ -262,7 +262,11 @@ def main() -> int:
     except (Refusal, CheckpointError, UnknownCharacterError, LostProcessError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if made_by() and "--" in str(error) and "ARGS=" not in str(error):
-            print("With make, --data is DATA=…, --out is NAME=…, and other flags are ARGS='…'", file=sys.stderr)
+            print(
+                "With make, --data is DATA=…, --out is NAME=…, --preset is PRESET=…, --minutes is MINUTES=…, and other "
+                "flags are ARGS='…'",
+                file=sys.stderr,
+            )
         return 1
     except RuntimeError as error:
         if "out of memory" not in str(error).lower():

@@ -79,9 +79,14 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
 def refuse_both(given: dict[str, Any], preset: str | None) -> None:
     """Raises ConfigError: --minutes is given, and what it decides too."""
-    if preset or "steps" in given:
-        other = f"--preset {preset}" if preset else f"--steps {given['steps']}"
-        raise ConfigError(f"--minutes {given['minutes']:g} decides what {other} does; pass only one of them")
+    others = {"preset": preset, "steps": given.get("steps")}
+    for name, value in others.items():
+        if value is not None:
+            raise ConfigError(
+                f"--minutes {given['minutes']:g} decides what --{name} {value} does; pass only one of them"
+            )
+    if "teachers" in given:
+        raise ConfigError("--minutes does not know how long teachers take; pass --steps with --teachers instead")
 
 
 def start(
@@ -147,6 +152,7 @@ def _new_run(
             say(console, note)
     longest = min((Checkpoint.read(path).config.block_size for path in config.teachers), default=None)
     parts = world.size * config.accumulate
+    refuse_other_weights(config.model_config(tokenizer.vocab_size))  # and an impossible shape
     if config.minutes:
         recoded = recode(corpus, tokenizer)
         plan = Plan(config, recoded, adaptable, parts, lambda each: measured_speed(each, recoded, world, origin))

@@ -21,8 +21,8 @@ from training.device import resolve_auto
 from training.distributed import World
 from training.finetune import Origin
 from training.loop import Run
-from training.messages import duration, flags
-from training.recipe import EPOCHS, PATIENCE, SHAPE, TUNED_RATES, regularization, rows_of, window_for
+from training.messages import duration, flags, plural
+from training.recipe import EPOCHS, MIN_STEPS, PATIENCE, SHAPE, TUNED_RATES, regularization, rows_of, window_for
 
 LADDER: tuple[dict[str, Any], ...] = (
     {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 128},
@@ -35,7 +35,7 @@ LADDER: tuple[dict[str, Any], ...] = (
 ENOUGH = 0.5  # characters per parameter
 MOST_PARAMETERS = 7  # per character of the training split; more memorize it
 STEP = 16  # characters of a step per n_embd
-MIN_STEPS, SHORT = 100, 1000  # steps; of a run with fewer than SHORT, a step has half the characters
+SHORT = 1000  # steps; of a run that would have fewer, a step has half the characters
 TRAINED_SHARE = 0.85  # of the time; evaluations and the final scores take the rest
 TIMED_STEPS = 3  # with each size of window
 EVALUATIONS, EVALUATED_SHARE, MIN_EVALUATED = 8, 1 / 100, 30_000  # characters of each, of those trained on
@@ -74,6 +74,7 @@ class Plan:
         self.config = self.with_open(self.config, self.regularized())
         if self.config.dropout > dropout:
             self.remeasured({})
+        self.time_is_left = self.characters == EPOCHS * self.length
         self.config = self.with_open(self.config, self.schedule())
 
     @property
@@ -82,8 +83,12 @@ class Plan:
 
     @property
     def characters(self) -> float:
-        """That the run chosen so far sees in the rest of the time."""
-        return self.rate * self.seconds_left
+        """That the run chosen so far trains on: of the rest of the time, and at most EPOCHS of the text."""
+        return min(EPOCHS * self.length, self.rate * self.seconds_left)
+
+    @property
+    def planned_characters(self) -> int:
+        return self.config.steps * self.config.tokens_per_step
 
     def parameters(self, config: TrainConfig) -> int:
         """Without embedding and head."""
@@ -103,15 +108,12 @@ class Plan:
         self.config = self.with_open(self.config, values)
         self.rate = self.speed(self.config)
 
-    @property
-    def epochs(self) -> float:
-        return min(EPOCHS, self.characters / self.length)
-
     def regularized(self) -> dict[str, Any]:
-        strain = min(1.0, self.epochs * self.parameters(self.config) / self.length / STRAIN)
+        epochs = self.characters / self.length
+        strain = min(1.0, epochs * self.parameters(self.config) / self.length / STRAIN)
         dropout = round(STRAINED_DROPOUT * strain, 2)
         small = regularization(self.config, self.length)
-        if self.epochs == EPOCHS and small["dropout"] > dropout:
+        if epochs >= EPOCHS and small["dropout"] > dropout:
             return small
         return {
             "dropout": dropout if dropout >= MIN_DROPOUT else 0.0,
@@ -119,25 +121,27 @@ class Plan:
         }
 
     def schedule(self) -> dict[str, Any]:
-        steps = max(MIN_STEPS, int(self.epochs * self.length) // self.config.tokens_per_step)
+        steps = max(MIN_STEPS, int(self.characters) // self.config.tokens_per_step)
         evaluated = max(MIN_EVALUATED, int(EVALUATED_SHARE * steps * self.config.tokens_per_step))
         return {
             "steps": steps,
             "warmup_steps": min(self.config.warmup_steps, steps // 4),
             "eval_every": max(1, steps // EVALUATIONS),
             "eval_chars": evaluated,
-            "patience": PATIENCE if self.epochs == EPOCHS else 0,
+            "patience": PATIENCE if self.time_is_left else 0,
         }
 
     def explanation(self) -> Iterator[str]:
         chosen = {name: value for name, value in self.config.as_dict().items() if name in self.adaptable}
         minutes = f"{self.config.minutes:g} minute{'' if self.config.minutes == 1 else 's'}"
         yield f"for {minutes} at {self.rate:,.0f} characters/s, measured here:{flags(chosen)}; each can be set"
-        if self.epochs == EPOCHS:
-            seconds = EPOCHS * self.length / self.rate / TRAINED_SHARE
+        needed = duration(self.planned_characters / self.rate / TRAINED_SHARE)
+        if self.planned_characters > self.rate * 60 * self.config.minutes:
+            yield f"the run takes about {needed}, as fewer than {plural(MIN_STEPS, 'step')} would teach nothing"
+        elif self.time_is_left:
             yield (
-                f"training ends after about {duration(seconds)}, when it has seen the text {EPOCHS:g} times: it would "
-                "memorize the text in more; a longer text would use the time"
+                f"the run ends after about {needed}, when it has seen the text {EPOCHS:g} times: it would memorize the "
+                "text in more; a longer text would use the time"
             )
 
 
@@ -147,14 +151,13 @@ def measured_speed(config: TrainConfig, corpus: Corpus, world: World, origin: Or
     run = Run(own, resolve_auto(own, 1), corpus, Path(), World(), origin)
     run.check_forward(Console(quiet=True))
     windows = Counter(config.window_at(config.steps * i // 100) for i in range(100))  # percent of the steps of each
-    characters = seconds = 0.0
+    seconds = 0.0  # of a character
     for window, percent in windows.items():
         times = []
         for _ in range(TIMED_STEPS):
             run.progress.step = next(step for step in range(config.steps) if config.window_at(step) == window)
             before, started = run.progress.characters, time.monotonic()
             run.step()
-            times.append(time.monotonic() - started)
-        characters += percent * (run.progress.characters - before)
-        seconds += percent * min(times)  # the first is slower
-    return world.size * characters / seconds
+            times.append((time.monotonic() - started) / (run.progress.characters - before))
+        seconds += percent / 100 * min(times)  # the first is slower
+    return world.size / seconds

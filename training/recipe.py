@@ -59,7 +59,7 @@ def fitted(
     free = SETTINGS - (frozenset((*SHAPE, "block_size")) if config.init_from else frozenset())
     start = replace(config, **{name: getattr(preset, name) for name in free})
     wanted = _fitted(start, corpus, free, parts, longest_window, preset)
-    if any(getattr(config, name) != getattr(wanted, name) for name in free - adaptable):
+    if any(getattr(config, name) != getattr(wanted, name) for name in free - adaptable - {"eval_chars"}):
         wanted = _fitted(config, corpus, adaptable, parts, longest_window, preset)
     before, after = preset.as_dict(), wanted.as_dict()
     return wanted, {name: after[name] for name in after if name in adaptable and after[name] != before[name]}

@@ -7,21 +7,23 @@ import re
 import pytest
 
 from service.model.checkpoint import Checkpoint
+from tests.helpers import save_random
 from tests.training.test_training import TEXT, call, flags
 from training.config import TrainConfig
 from training.data import prepare
 from training.plan import ENOUGH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan
 from training.recipe import EPOCHS, SETTINGS
 
-WIDTHS = [size["n_embd"] for size in LADDER]
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A text of 1.3 MB."""
-    path = tmp_path_factory.mktemp("plan") / "text.txt"
-    path.write_text("".join(f"{line}{i}\n" for i, line in enumerate(500 * TEXT.splitlines())))
-    return prepare(str(path))
+    return prepare_lines(tmp_path_factory.mktemp("plan"), 500)
+
+
+def prepare_lines(folder, count):
+    (folder / "lines.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(count * TEXT.splitlines())))
+    return prepare(str(folder / "lines.txt"))
 
 
 def plan(corpus, minutes, speed, adaptable=SETTINGS, parts=1, **settings):
@@ -43,8 +45,8 @@ def test_more_minutes_give_larger_models_and_no_more_steps_than_the_time_has(cor
         found = plan(corpus, minutes, speed)
         characters = found.config.steps * found.config.tokens_per_step
         allowed = 60 * minutes * TRAINED_SHARE * found.rate
-        assert characters <= allowed or found.config.steps == 100
-        assert characters > 0.9 * min(allowed, EPOCHS * found.length) or found.config.steps == 100
+        assert found.config.steps > 100
+        assert 0.9 * min(allowed, EPOCHS * found.length) < characters <= allowed
         assert found.parameters(found.config) <= MOST_PARAMETERS * found.length
         if size_of(found.config) != (LADDER[0]["n_layer"], LADDER[0]["n_embd"]):
             assert found.characters >= ENOUGH * found.parameters(found.config)
@@ -52,12 +54,23 @@ def test_more_minutes_give_larger_models_and_no_more_steps_than_the_time_has(cor
     assert sizes == sorted(sizes) and len(set(sizes)) >= 3
 
 
-def test_a_text_that_is_too_short_for_the_time_ends_the_run_early(corpus):
+def test_a_text_that_is_too_short_for_the_time_ends_the_run_early(corpus, tmp_path):
     found = plan(corpus, 10_000, 2e10)
     assert found.config.steps * found.config.tokens_per_step == pytest.approx(EPOCHS * found.length, rel=0.01)
     assert found.config.dropout > 0 and found.config.patience
     [chosen, short] = found.explanation()
     assert "10000 minutes" in chosen and "seen the text 10 times" in short
+    few = prepare_lines(tmp_path, 40)
+    found = plan(few, 60, 2e10)
+    assert found.config.tokens_per_step == 1024, "few steps, which are smaller"
+    assert found.config.dropout > 0.1 and found.config.patience
+
+
+def test_a_time_that_is_too_short_is_said(corpus):
+    found = plan(corpus, 0.01, 2e10)
+    assert found.config.steps == 100
+    [_, late] = found.explanation()
+    assert "the run takes about" in late and "fewer than 100 steps" in late
 
 
 def test_what_the_user_sets_stays(corpus):
@@ -82,6 +95,21 @@ def test_a_run_of_minutes_is_repeated_by_what_it_printed(tmp_path, capsys):
     assert [recipe.pop("minutes") for recipe in recipes] == [0.03, 0.0] and recipes[0] == recipes[1]
     assert call(["train", "--resume", *flags(out=tmp_path / "a", minutes=0.03)]) == 0
     assert "is already finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_minutes_of_records_and_of_a_checkpoint(tmp_path, is_tuned):
+    (tmp_path / "text.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(20 * TEXT.splitlines())))
+    fields = {"data": tmp_path / "text.txt", "threads": 1, "dtype": "float32", "sample_chars": 0, "minutes": 0.02}
+    if is_tuned:
+        save_random(tmp_path / "start", "".join(sorted({*(tmp_path / "text.txt").read_text()})))
+        fields |= {"init_from": tmp_path / "start"}
+    else:
+        fields |= {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
+    assert call(["train", *flags(out=tmp_path / "out", **fields), *([] if is_tuned else ["--records"])]) == 0
+    recipe = Checkpoint.read(tmp_path / "out" / "best").training["recipe"]
+    assert recipe["steps"] >= 100 and recipe["minutes"] == 0.02
+    assert (recipe["muon_lr"] == 0.01) == is_tuned, "a rate of fine-tuning"
 
 
 @pytest.mark.parametrize("other", [["--preset", "quick"], ["--steps", "7"]])
