@@ -6,6 +6,7 @@ ENOUGH characters in the time and that the text is long enough for. RECIPE.md ha
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
@@ -32,7 +33,8 @@ LADDER: tuple[dict[str, Any], ...] = (
     {"n_layer": 8, "n_head": 12, "n_kv_head": 6, "n_embd": 384},
     {"n_layer": 12, "n_head": 16, "n_kv_head": 8, "n_embd": 512},
 )
-ENOUGH = 0.5  # characters per parameter
+# Characters per parameter from which on 6 layers of 128 were better than 4, and larger sizes than smaller ones.
+ENOUGH_FOR_DEPTH, ENOUGH = 0.5, 1.5
 MOST_PARAMETERS = 7  # per character of the training split; more memorize it
 STEP = 16  # characters of a step per n_embd
 SHORT = 1000  # steps; of a run that would have fewer, a step has half the characters
@@ -57,14 +59,13 @@ class Plan:
         self.length = len(corpus.train)
         start = self.with_open(config, TUNED_RATES) if config.init_from else config
         chooses_size = adaptable >= set(SHAPE) and not config.init_from
+        self.rate = math.inf  # of the largest size that is good; a larger one is no faster
         for number, size in enumerate(LADDER if chooses_size else ({},)):
             wanted = self.sized(start, size)
             if number and self.parameters(wanted) > MOST_PARAMETERS * self.length:
                 break
-            if number and self.parameters(wanted) * ENOUGH > self.characters:
-                break  # a larger size is no faster
-            rate = speed(wanted)
-            if number and self.parameters(wanted) * ENOUGH > rate * self.seconds_left:
+            needed = self.parameters(wanted) * (0.0, ENOUGH_FOR_DEPTH, ENOUGH)[min(number, 2)]
+            if needed > self.rate * self.seconds_left or needed > (rate := speed(wanted)) * self.seconds_left:
                 break
             self.config, self.rate = wanted, rate
         if self.characters < SHORT * self.config.tokens_per_step:

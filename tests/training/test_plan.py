@@ -11,7 +11,7 @@ from tests.helpers import save_random
 from tests.training.test_training import TEXT, call, flags
 from training.config import TrainConfig
 from training.data import prepare
-from training.plan import ENOUGH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan
+from training.plan import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan
 from training.recipe import EPOCHS, SETTINGS
 
 
@@ -49,7 +49,7 @@ def test_more_minutes_give_larger_models_and_no_more_steps_than_the_time_has(cor
         assert 0.9 * min(allowed, EPOCHS * found.length) < characters <= allowed
         assert found.parameters(found.config) <= MOST_PARAMETERS * found.length
         if size_of(found.config) != (LADDER[0]["n_layer"], LADDER[0]["n_embd"]):
-            assert found.characters >= ENOUGH * found.parameters(found.config)
+            assert found.rate * found.seconds_left >= ENOUGH_FOR_DEPTH * found.parameters(found.config)
         sizes.append(found.parameters(found.config))
     assert sizes == sorted(sizes) and len(set(sizes)) >= 3
 
