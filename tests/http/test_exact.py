@@ -1,20 +1,21 @@
 """Exact answers over HTTP: a model of records and one of texts with the same weights."""
 
 import json
-import math
 import re
 import threading
+import time
 from collections import Counter
 
 import pytest
 
-from service.http.engine.lease import estimate
+from service.http.engine.lease import SEQUENCE_BYTES, estimate
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.wire import Draw, Submit
 from tests.engine.test_draw import CHARACTERS, chances, p_value, record, regex
-from tests.helpers import lasting, random_model, serving, web
-from tests.toolbox.http import pieces
+from tests.helpers import lasting, random_model, serving, wait_until, web
+from tests.toolbox.http import pieces, sent
+from tests.toolbox.http import post as http_post
 from training.saving import save_checkpoint
 
 BB = {"prompt": "", "regex": "[ab]*bb[ab]*", "max_tokens": 5, "exact": True}
@@ -208,8 +209,30 @@ def test_candidates_count_in_metrics_and_in_a_clients_limits(places, tmp_path):
             assert sum(it[key] for it in tried) <= total <= 2 * sum(it[key] for it in tried)
 
 
+def test_a_client_that_leaves_pays_for_the_candidates_that_ran(places, tmp_path):
+    """No more and no less; its draw ends."""
+    limits = tmp_path / "limits.toml"
+    limits.write_text("[default]\ncharacters_per_minute = 100000\n")
+    with serving(places.split(",")[0], client_limits=limits) as server:
+
+        def total():
+            return server.metric("chargpt_exact_candidate_tokens_total")
+
+        endless = {"prompt": "", "regex": "[ab]*(ab){150}[ab]*", "max_tokens": 400, "exact": True}
+        with sent(server.port, http_post("/generate", endless)):
+            wait_until(lambda: total() > 15_000)
+        server.wait_until_all_ended()
+        spent = total()
+        time.sleep(0.3)
+        assert total() == spent < 60_000
+        refusal = web.post(f"{server.url}/generate", json=BB | {"max_candidate_characters": 100_000 - int(spent) // 2})
+        assert refusal.status_code == 429 and "characters_per_minute" in refusal.text
+        rest = web.post(f"{server.url}/generate", json=BB | {"max_candidate_characters": 25_000})
+        assert rest.status_code == 200
+
+
 def test_memory_is_estimated_for_all_answers():
     one = Submit(1, [1], 100, SamplingParams())
     all_answers = Submit(1, [1], 100, SamplingParams(), draw=Draw(50, 10, 10))
     assert estimate([all_answers], 64, 50).max_tokens == estimate([one] * 50, 64, 50).max_tokens
-    assert math.isfinite(sum(estimate([all_answers], 64, 50)))
+    assert estimate([all_answers], 64, 50).prompt == estimate([one], 64, 50).prompt + 50 * SEQUENCE_BYTES
