@@ -151,15 +151,26 @@ def test_too_few_matches_are_an_error_or_masked(server, ask):
     count = answer["chargpt"]["exact"]["matches"]
     assert exact == [True] * count + [False] * (6 - count) and 0 < count < 6
     assert all(re.fullmatch(BB["regex"], it["text"]) for it in answer["choices"])
+    length = sum(len(it["text"]) for it in answer["choices"])
+    assert answer["usage"] == {"prompt_tokens": 0, "completion_tokens": length, "total_tokens": length}
     assert answer["choices"][:count] == ask("records", **BB | {"n": count, "seed": 2})["choices"]
     masked = ask("records", **body | {"exact": False, "max_candidates": None})["choices"]
     assert [it["text"] for it in answer["choices"][count:]] == [it["text"] for it in masked[count:]]
-    streamed = pieces(
-        web.post(f"{server.url}/generate", json=body | {"model": "records", "mask_rest": True, "stream": True})
-    )
+    response = web.post(f"{server.url}/generate", json=body | {"model": "records", "mask_rest": True, "stream": True})
+    streamed = pieces(response)
     assert [it["text"] for it in streamed if "index" in it] == [it["text"] for it in answer["choices"]]
+    assert streamed[-1]["usage"] == answer["usage"]
     error = refused(server, "records", **BB | {"n": 6, "seed": 2, "max_candidate_characters": 5})
     assert "6 must" in error["message"]
+
+
+def test_masked_answers_count_in_usage_and_timing(ask):
+    body = BB | {"n": 50, "regex": "[ab]{300,}", "max_tokens": 400, "max_candidate_characters": 1}
+    answer = ask("records", mask_rest=True, **body)
+    length = sum(len(it["text"]) for it in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == length >= 50 * 300 and not answer["chargpt"]["exact"]["matches"]
+    timing = answer["chargpt"]["timing"]
+    assert timing["decode_seconds"] / 300 > timing["seconds_per_character"] / 50 > 0
 
 
 @pytest.mark.parametrize(
@@ -184,9 +195,28 @@ def test_what_cannot_be_is_refused(server, fields, message):
 
 def test_a_deadline_ends_it_and_says_how_far_it_came(server):
     body = BB | {"regex": "[ab]*(ab){150}[ab]*", "max_tokens": 400, "timeout_seconds": 0.5, "model": "records"}
+    for mask_rest in (False, True):
+        response = web.post(f"{server.url}/generate", json=body | {"mask_rest": mask_rest})
+        assert response.status_code == 504
+    assert re.search(r"its timeout_seconds: 0 of \d\d+ candidates matched$", response.json()["error"]["message"])
+
+
+def test_masked_answers_have_what_is_left_of_the_whole_time_limit(server):
+    """The error names the limit that was asked for."""
+    body = {"prompt": "", "allowed_characters": "b", "max_tokens": 10_000, "max_candidate_characters": 1, "n": 500}
+    body |= {"exact": True, "mask_rest": True, "timeout_seconds": 1.5, "model": "texts"}
     response = web.post(f"{server.url}/generate", json=body)
     assert response.status_code == 504
-    assert re.search(r"its timeout_seconds: 0 of \d\d+ candidates matched$", response.json()["error"]["message"])
+    message = response.json()["error"]["message"]
+    assert message == "the request took longer than 1.5 s, its timeout_seconds"
+
+
+def test_a_stop_must_keep_to_the_condition(ask):
+    """Its characters belong to a candidate until it is cut."""
+    body = {"prompt": "", "stop": "\n", "max_tokens": 5, "n": 20, "exact": True, "seed": 1}
+    for allowed, reasons in (("ab", {"length"}), ("ab\n", {"length", "stop"})):
+        choices = ask("texts", allowed_characters=allowed, **body)["choices"]
+        assert {it["finish_reason"] for it in choices} == reasons
 
 
 def test_candidates_count_in_metrics_and_in_a_clients_limits(places, tmp_path):

@@ -198,23 +198,7 @@ class Generation:
 
     @property
     def timing(self) -> Timing:
-        every = self.sequences
-        if len(every) == 1:
-            (it,) = every
-            count = it.num_completion_tokens - 1
-            return Timing(
-                round(it.queue_seconds or 0.0, 6),
-                round(it.prefill_seconds, 6),
-                round(it.decode_seconds, 6),
-                round(it.decode_seconds / count, 9) if count > 0 else None,
-            )
-        later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # characters after each first one
-        return Timing(
-            round(max([it.queue_seconds or 0.0 for it in every]), 6),
-            round(max([it.prefill_seconds for it in every]), 6),
-            round(max([it.decode_seconds for it in every]), 6),
-            round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
-        )
+        return timing_of([self])
 
     async def whole(self) -> list[Piece]:
         """Each sequence's text in one piece, in order of their numbers; only if `interval` is None."""
@@ -435,3 +419,24 @@ class Generation:
             metrics.ended.add((id, now - self._arrived_at, decode, prefill + decode))
             if sequence.num_completion_tokens > 1:
                 metrics.paced.add((id, decode / (sequence.num_completion_tokens - 1)))
+
+
+def timing_of(generations: list[Generation]) -> Timing:
+    """Of one generation after the other: the queue of the first, and the sums of their longest times."""
+    every = [it for generation in generations for it in generation.sequences]
+    if len(every) == 1:
+        (it,) = every
+        count = it.num_completion_tokens - 1
+        return Timing(
+            round(it.queue_seconds or 0.0, 6),
+            round(it.prefill_seconds, 6),
+            round(it.decode_seconds, 6),
+            round(it.decode_seconds / count, 9) if count > 0 else None,
+        )
+    later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # characters after each first one
+    return Timing(
+        round(max([it.queue_seconds or 0.0 for it in generations[0].sequences]), 6),
+        round(sum([max([it.prefill_seconds for it in each.sequences]) for each in generations]), 6),
+        round(sum([max([it.decode_seconds for it in each.sequences]) for each in generations]), 6),
+        round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
+    )
