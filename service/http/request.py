@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qsl
@@ -77,8 +78,8 @@ class Request:
     __slots__ = (
         "owner", "responder", "id", "method", "path", "query", "headers", "fields", "peer", "endpoint", "parameter",
         "started_at", "arrived_at", "deadline", "content", "num_body_bytes", "keeps_body", "is_complete", "is_running",
-        "is_ended", "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "future",
-        "client_left", "is_gone", "status", "after", "is_old", "closes", "keep_alive", "written_at",
+        "is_ended", "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "num_answering",
+        "future", "client_left", "is_gone", "status", "after", "is_old", "closes", "keep_alive", "written_at",
     )  # fmt: skip
 
     def __init__(self, method: str, path: str, query: bytes, headers: Headers, peer: str, started_at: float):
@@ -105,7 +106,8 @@ class Request:
         self.timeout_seconds: float | None = None  # its own time limit
         self.ignored_fields: list[str] = []  # unknown ones
         self.num_prompt_tokens: int | None = None  # None: it does not run the model
-        self.generations: list[Generation] = []  # the first gives the answer, or candidates for it
+        self.generations: list[Generation] = []
+        self.num_answering = 1  # how many of these, from the first, give the answer or candidates for it
         self.future: asyncio.Future[Any] | None = None  # of what a thread computes for it
         self.client_left = False  # before it was answered, or its sequences had ended
         self.is_gone = False  # the client, whenever it left
@@ -140,8 +142,13 @@ class Request:
         return self.lease.model
 
     @property
+    def answering(self) -> list[Generation]:
+        """What gives the answer."""
+        return self.generations[: self.num_answering]
+
+    @property
     def num_completion_tokens(self) -> int:
-        return self.generations[0].num_completion_tokens if self.generations else 0
+        return sum([it.num_completion_tokens for it in self.answering])
 
     @property
     def num_run_characters(self) -> int:
@@ -155,7 +162,9 @@ class Request:
     @property
     def endings(self) -> dict[str, int]:
         """How many sequences of the answer ended for each reason."""
-        return self.generations[0].endings if self.generations else {}
+        if len(self.answering) == 1:
+            return self.answering[0].endings
+        return dict(sum((Counter(it.endings) for it in self.answering), Counter()))
 
     # -- its end --
 

@@ -22,6 +22,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from service.http.engine.sequences import timing_of
+
 if TYPE_CHECKING:
     from service.http.request import Request
 
@@ -121,7 +123,7 @@ def _attributes(request: Request, seconds: float) -> dict[str, Any]:
     if not request.generations:
         return attributes
     generation = request.generations[0]
-    timing, first = generation.timing, generation.sequences[0].submit
+    timing, first = timing_of(request.answering), generation.sequences[0].submit
     attributes |= {
         "gen_ai.usage.num_sequences": len(generation.sequences),
         "gen_ai.request.max_tokens": first.max_tokens,

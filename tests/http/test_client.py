@@ -122,6 +122,30 @@ async def test_a_prompt_that_may_have_run_counts_where_its_client_leaves(peer):
     assert [sequence.num_unseen for sequence in generation.sequences] == [3, 0]
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_draw_that_is_aborted_counts_what_its_worker_reports(peer, is_lost):
+    """The worker ends it, and until then all that it may have run counts."""
+    draws = [submit([0], draw=Draw(2, 10, 50)) for _ in range(2)]
+    generation = peer.client.start(peer.model, draws, time.monotonic())
+    await peer.until(lambda: len(peer.received) == 2)
+    first, second = [it.id for it in peer.received]
+    answer = Delta(second, [1, 1], scheduled_at=1.0, prefilled_at=2.0, answers=[Answer(2, 0, "stop")], drawn=Drawn(3))
+    peer.send(Delta(first, [], "stop", drawn=Drawn(10)), answer)  # the first has too few matches
+    failing = asyncio.create_task(generation.whole())
+    await peer.until(lambda: len(peer.received) == 3)
+    assert (peer.received[2].id, generation.sequences[1].num_unseen, failing.done()) == (second, 48, False)
+    if is_lost:
+        with peer.no_worker():
+            await peer.until(failing.done)
+    else:
+        peer.send(Delta(second, [], "abort", num_unseen=17))
+        await peer.until(failing.done)
+    with pytest.raises(ApiError, match="0 of 10 candidates matched"):
+        failing.result()
+    assert [it.num_unseen for it in generation.sequences] == [0, 48 if is_lost else 17]
+    assert peer.counts() == {"submitted": 2, "begun": 2, "stop": 1, "abort": 1} and not peer.client._open
+
+
 @pytest.mark.parametrize("counts", [[4], [1], [4, 2, 1], [1, 1]])
 async def test_the_time_per_character_is_that_after_the_first_ones(peer, counts):
     """Each sequence decodes for 6 s from its first character to its last."""

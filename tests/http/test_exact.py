@@ -1,20 +1,21 @@
 """Exact answers over HTTP: a model of records and one of texts with the same weights."""
 
 import json
-import math
 import re
 import threading
+import time
 from collections import Counter
 
 import pytest
 
-from service.http.engine.lease import estimate
+from service.http.engine.lease import SEQUENCE_BYTES, estimate
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.wire import Draw, Submit
 from tests.engine.test_draw import CHARACTERS, chances, p_value, record, regex
-from tests.helpers import lasting, random_model, serving, web
-from tests.toolbox.http import pieces
+from tests.helpers import lasting, random_model, serving, wait_until, web
+from tests.toolbox.http import pieces, sent
+from tests.toolbox.http import post as http_post
 from training.saving import save_checkpoint
 
 BB = {"prompt": "", "regex": "[ab]*bb[ab]*", "max_tokens": 5, "exact": True}
@@ -150,15 +151,26 @@ def test_too_few_matches_are_an_error_or_masked(server, ask):
     count = answer["chargpt"]["exact"]["matches"]
     assert exact == [True] * count + [False] * (6 - count) and 0 < count < 6
     assert all(re.fullmatch(BB["regex"], it["text"]) for it in answer["choices"])
+    length = sum(len(it["text"]) for it in answer["choices"])
+    assert answer["usage"] == {"prompt_tokens": 0, "completion_tokens": length, "total_tokens": length}
     assert answer["choices"][:count] == ask("records", **BB | {"n": count, "seed": 2})["choices"]
     masked = ask("records", **body | {"exact": False, "max_candidates": None})["choices"]
     assert [it["text"] for it in answer["choices"][count:]] == [it["text"] for it in masked[count:]]
-    streamed = pieces(
-        web.post(f"{server.url}/generate", json=body | {"model": "records", "mask_rest": True, "stream": True})
-    )
+    response = web.post(f"{server.url}/generate", json=body | {"model": "records", "mask_rest": True, "stream": True})
+    streamed = pieces(response)
     assert [it["text"] for it in streamed if "index" in it] == [it["text"] for it in answer["choices"]]
+    assert streamed[-1]["usage"] == answer["usage"]
     error = refused(server, "records", **BB | {"n": 6, "seed": 2, "max_candidate_characters": 5})
     assert "6 must" in error["message"]
+
+
+def test_masked_answers_count_in_usage_and_timing(ask):
+    body = BB | {"n": 50, "regex": "[ab]{300,}", "max_tokens": 400, "max_candidate_characters": 1}
+    answer = ask("records", mask_rest=True, **body)
+    length = sum(len(it["text"]) for it in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == length >= 50 * 300 and not answer["chargpt"]["exact"]["matches"]
+    timing = answer["chargpt"]["timing"]
+    assert timing["decode_seconds"] / 300 > timing["seconds_per_character"] / 50 > 0
 
 
 @pytest.mark.parametrize(
@@ -183,9 +195,28 @@ def test_what_cannot_be_is_refused(server, fields, message):
 
 def test_a_deadline_ends_it_and_says_how_far_it_came(server):
     body = BB | {"regex": "[ab]*(ab){150}[ab]*", "max_tokens": 400, "timeout_seconds": 0.5, "model": "records"}
+    for mask_rest in (False, True):
+        response = web.post(f"{server.url}/generate", json=body | {"mask_rest": mask_rest})
+        assert response.status_code == 504
+    assert re.search(r"its timeout_seconds: 0 of \d\d+ candidates matched$", response.json()["error"]["message"])
+
+
+def test_masked_answers_have_what_is_left_of_the_whole_time_limit(server):
+    """The error names the limit that was asked for."""
+    body = {"prompt": "", "allowed_characters": "b", "max_tokens": 10_000, "max_candidate_characters": 1, "n": 500}
+    body |= {"exact": True, "mask_rest": True, "timeout_seconds": 1.5, "model": "texts"}
     response = web.post(f"{server.url}/generate", json=body)
     assert response.status_code == 504
-    assert re.search(r"its timeout_seconds: 0 of \d\d+ candidates matched$", response.json()["error"]["message"])
+    message = response.json()["error"]["message"]
+    assert message == "the request took longer than 1.5 s, its timeout_seconds"
+
+
+def test_a_stop_must_keep_to_the_condition(ask):
+    """Its characters belong to a candidate until it is cut."""
+    body = {"prompt": "", "stop": "\n", "max_tokens": 5, "n": 20, "exact": True, "seed": 1}
+    for allowed, reasons in (("ab", {"length"}), ("ab\n", {"length", "stop"})):
+        choices = ask("texts", allowed_characters=allowed, **body)["choices"]
+        assert {it["finish_reason"] for it in choices} == reasons
 
 
 def test_candidates_count_in_metrics_and_in_a_clients_limits(places, tmp_path):
@@ -197,8 +228,9 @@ def test_candidates_count_in_metrics_and_in_a_clients_limits(places, tmp_path):
         spent = first.json()["chargpt"]["exact"]["characters"]
         assert 20 < spent < 3000
         # All that was not spent is given back: what is left is less than the spent characters below the limit.
-        refusal = web.post(f"{server.url}/generate", json=body | {"max_candidate_characters": 5000 - spent // 2})
-        assert refusal.status_code == 429 and "characters_per_minute" in refusal.text
+        for fields in ({}, {"max_candidate_characters": 5000 - spent // 2}):  # {}: all characters of a minute
+            refusal = web.post(f"{server.url}/generate", json=body | fields)
+            assert refusal.status_code == 429 and "characters_per_minute" in refusal.text
         answered = web.post(f"{server.url}/generate", json=body | {"max_candidate_characters": 1000})
         assert answered.status_code == 200
         tried = [it.json()["chargpt"]["exact"] for it in (first, answered)]
@@ -208,8 +240,30 @@ def test_candidates_count_in_metrics_and_in_a_clients_limits(places, tmp_path):
             assert sum(it[key] for it in tried) <= total <= 2 * sum(it[key] for it in tried)
 
 
+def test_a_client_that_leaves_pays_for_the_candidates_that_ran(places, tmp_path):
+    """No more and no less; its draw ends."""
+    limits = tmp_path / "limits.toml"
+    limits.write_text("[default]\ncharacters_per_minute = 100000\n")
+    with serving(places.split(",")[0], client_limits=limits) as server:
+
+        def total():
+            return server.metric("chargpt_exact_candidate_tokens_total")
+
+        endless = {"prompt": "", "regex": "[ab]*(ab){150}[ab]*", "max_tokens": 400, "exact": True}
+        with sent(server.port, http_post("/generate", endless)):
+            wait_until(lambda: total() > 15_000)
+        server.wait_until_all_ended()
+        spent = total()
+        time.sleep(0.3)
+        assert total() == spent < 60_000
+        refusal = web.post(f"{server.url}/generate", json=BB | {"max_candidate_characters": 100_000 - int(spent) // 2})
+        assert refusal.status_code == 429 and "characters_per_minute" in refusal.text
+        rest = web.post(f"{server.url}/generate", json=BB | {"max_candidate_characters": 25_000})
+        assert rest.status_code == 200
+
+
 def test_memory_is_estimated_for_all_answers():
     one = Submit(1, [1], 100, SamplingParams())
     all_answers = Submit(1, [1], 100, SamplingParams(), draw=Draw(50, 10, 10))
     assert estimate([all_answers], 64, 50).max_tokens == estimate([one] * 50, 64, 50).max_tokens
-    assert math.isfinite(sum(estimate([all_answers], 64, 50)))
+    assert estimate([all_answers], 64, 50).prompt == estimate([one], 64, 50).prompt + 50 * SEQUENCE_BYTES

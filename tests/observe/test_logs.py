@@ -113,6 +113,8 @@ def test_each_request_logs_one_line_with_its_counts(server):
     ends = {"prompt_characters": 3, "completion_characters": 14, "endings": {"length": 2}}
     ask("/generate", {"prompt": "abc", "max_tokens": 7, "n": 2}, **ends)
     ask("/generate", {"prompt": "a", "choice": ["bcd"]}, completion_characters=3, endings={"stop": 1})
+    masked = {"regex": "[bc]{9}", "exact": True, "mask_rest": True, "n": 3, "max_candidates": 1, "seed": 1}
+    ask("/generate", {"prompt": "a", **masked}, completion_characters=27, endings={"stop": 4})
     ask("/v1/completions", {"prompt": ["a", "bc"], "max_tokens": 4}, prompt_characters=3, completion_characters=8)
     ask("/v1/completions", {"prompt": "a", "suffix": "b", "max_tokens": 4, "best_of": 3}, endings={"length": 3})
     ask("/v1/score", {"prefix": "ab", "continuations": ["c", "de"]}, prompt_characters=5, endings={"length": 2})

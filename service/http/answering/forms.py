@@ -40,7 +40,7 @@ from service.http.api.answers import (
 )
 from service.http.api.bodies import GenerationRequest
 from service.http.engine.encoding import Encoder
-from service.http.engine.sequences import Piece
+from service.http.engine.sequences import Piece, timing_of
 from service.http.request import Request
 from service.wire import Logprobs, floats
 
@@ -94,7 +94,7 @@ class Form:
 
     @property
     def receipt(self) -> Receipt:
-        receipt = self._encoder.receipt(self.request.generations[0].timing, self._seeds)
+        receipt = self._encoder.receipt(timing_of(self.request.answering), self._seeds)
         if self._body.exact:
             every = [it.drawn for it in self.request.generations[0].sequences if it.drawn is not None]
             candidates, matches = sum(it.candidates for it in every), sum(it.matches for it in every)

@@ -224,6 +224,9 @@ class EngineClient:
         id = sequence.submit.id
         if id not in self._running or sequence.worker != HOMELESS:  # it has ended, or found a worker
             return
+        if sequence.is_leaving:
+            self._received_delta(Delta(id, [], "abort", num_unseen=sequence.num_unseen), time.monotonic())
+            return
         if sequence.runs == MAX_RUNS:
             message = f"the inference processes that ran this request ended, {MAX_RUNS} in a row"
             sequence.error = ApiError(503, message, code="worker_lost", retry_after_seconds=1)
@@ -266,20 +269,31 @@ class EngineClient:
         return msgspec.structs.replace(submit, prompt=submit.prompt[start:], seen=seen, score_from=score_from)
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
-        """End what still runs of a generation, and what was not submitted yet."""
+        """End what still runs of a generation, and what was not submitted yet.
+
+        A draw ends when its worker reports how many characters its candidates ran, so that the client pays for them.
+        """
         now = time.monotonic()
         while generation.pending:
             sequence = generation.pending.pop()
             generation.receive(sequence, Delta(sequence.submit.id, [], reason), now)
         for id in list(generation.open):
             sequence = self._running[id][1]
-            delta = Delta(id, [], reason)
+            delta, draw = Delta(id, [], reason), sequence.submit.draw
             if sequence.worker != HOMELESS:
-                self._sockets.send(Abort(id), sequence.worker)
+                if not sequence.is_leaving:
+                    self._sockets.send(Abort(id), sequence.worker)
                 if not sequence.is_begun:  # it may have run: whoever left in time would not be charged otherwise
                     delta.num_unseen = len(sequence.submit.prompt)
+                elif draw is not None:  # at most, until its worker reports the characters
+                    most = max(0, draw.max_characters - sequence.num_completion_tokens)
+                    sequence.num_unseen = delta.num_unseen = most
+                    if reason == "abort" and sequence.runs == 1:  # another worker may not have begun it
+                        sequence.is_leaving = True
+                        continue
             self._received_delta(delta, now)
-        self._open.pop(generation, None)
+        if not generation.open:
+            self._open.pop(generation, None)
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:

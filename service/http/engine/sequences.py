@@ -54,6 +54,7 @@ class SequenceState:
     worker: int = HOMELESS
     runs: int = 0
     is_begun: bool = False  # a first delta, or the ending, has come
+    is_leaving: bool = False  # of a draw: it was aborted, and its worker has yet to report what it ran
     checksum: int = 0  # of the text that arrived
     replay_left: int = 0  # characters of it that are yet to come again
     replay_checksum: int = 0  # of those that came again
@@ -156,7 +157,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None  # of `whole` or `stream`
 
     def abort(self) -> None:
-        """End whatever still runs."""
+        """End whatever still runs; draws are open until their workers report what they ran."""
         if self.open or self.pending:
             self._client.abort(self, "abort")
 
@@ -197,31 +198,15 @@ class Generation:
 
     @property
     def timing(self) -> Timing:
-        every = self.sequences
-        if len(every) == 1:
-            (it,) = every
-            count = it.num_completion_tokens - 1
-            return Timing(
-                round(it.queue_seconds or 0.0, 6),
-                round(it.prefill_seconds, 6),
-                round(it.decode_seconds, 6),
-                round(it.decode_seconds / count, 9) if count > 0 else None,
-            )
-        later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # characters after each first one
-        return Timing(
-            round(max([it.queue_seconds or 0.0 for it in every]), 6),
-            round(max([it.prefill_seconds for it in every]), 6),
-            round(max([it.decode_seconds for it in every]), 6),
-            round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
-        )
+        return timing_of([self])
 
     async def whole(self) -> list[Piece]:
         """Each sequence's text in one piece, in order of their numbers; only if `interval` is None."""
         while (self.open or self.pending) and self._failure is None:
             await self._wait()
-        pieces = self._take_all()
         if self._failure is not None:
-            self._fail()
+            await self._fail()
+        pieces = self._take_all()
         pieces.sort(key=lambda piece: piece.number)
         return pieces
 
@@ -248,7 +233,7 @@ class Generation:
         finally:
             self._write = None  # which may hold what holds this
         if self._failure is not None:
-            self._fail()
+            await self._fail()
 
     def come(self, now: float) -> None:
         """Go on, once the client has taken in all that arrived.
@@ -277,11 +262,13 @@ class Generation:
                 self._observe(sequence, sequence.finish_reason)
         return pieces
 
-    def _fail(self) -> None:
+    async def _fail(self) -> None:
         """Raise the failure. Nothing may keep it: its traceback would hold what holds it."""
         self.abort()
-        self._take_all()
         try:
+            while self.open:  # draws, until their workers report what they ran
+                await self._wait()
+            self._take_all()
             assert self._failure is not None
             raise self._failure
         finally:
@@ -432,3 +419,24 @@ class Generation:
             metrics.ended.add((id, now - self._arrived_at, decode, prefill + decode))
             if sequence.num_completion_tokens > 1:
                 metrics.paced.add((id, decode / (sequence.num_completion_tokens - 1)))
+
+
+def timing_of(generations: list[Generation]) -> Timing:
+    """Of one generation after the other: the queue of the first, and the sums of their longest times."""
+    every = [it for generation in generations for it in generation.sequences]
+    if len(every) == 1:
+        (it,) = every
+        count = it.num_completion_tokens - 1
+        return Timing(
+            round(it.queue_seconds or 0.0, 6),
+            round(it.prefill_seconds, 6),
+            round(it.decode_seconds, 6),
+            round(it.decode_seconds / count, 9) if count > 0 else None,
+        )
+    later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # characters after each first one
+    return Timing(
+        round(max([it.queue_seconds or 0.0 for it in generations[0].sequences]), 6),
+        round(sum([max([it.prefill_seconds for it in each.sequences]) for each in generations]), 6),
+        round(sum([max([it.decode_seconds for it in each.sequences]) for each in generations]), 6),
+        round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
+    )

@@ -35,6 +35,7 @@ async def best_of(
 
 async def exact_or_masked(service: Service, request: Request, submits: list[Submit], n: int) -> list[Piece]:
     """Exact answers, and where there are too few, others by the mask."""
+    timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
     generation = service.start(request, submits)
     generation.may_lack_answers = True
     pieces = await generation.whole()
@@ -42,9 +43,12 @@ async def exact_or_masked(service: Service, request: Request, submits: list[Subm
     for i, (submit, state) in enumerate(zip(submits, generation.sequences, strict=True)):
         for j in range(state.num_answers, n):
             sampling = msgspec.structs.replace(submit.sampling, seed=(submit.sampling.seed + j) % (MAX_SEED + 1))
-            masked.append(msgspec.structs.replace(submit, draw=None, sampling=sampling))
+            masked.append(
+                msgspec.structs.replace(submit, draw=None, sampling=sampling, timeout_seconds=timeout_seconds)
+            )
             numbers.append(i * n + j)
     if masked and not request.client_left:
+        request.num_answering = 2
         rest = await service.start(request, masked).whole()
         pieces += [msgspec.structs.replace(it, number=numbers[it.number], is_exact=False) for it in rest]
     return sorted(pieces, key=lambda piece: piece.number)
