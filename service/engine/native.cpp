@@ -609,8 +609,9 @@ struct Sampler {
   }
 
   // The same for the draw that is `ahead` of the next one. Only logits can make this choose another id later, and what
-  // the penalties will have counted until then.
-  int32_t choose_at(int ahead, double* z, double* weight, int32_t* order, int V, const uint8_t* allowed) const {
+  // the penalties will have counted until then. margin: of the draw, how far it is from drawing another id; 1: it cannot.
+  int32_t choose_at(int ahead, double* z, double* weight, int32_t* order, int V, const uint8_t* allowed,
+                    double* margin = nullptr) const {
     bool is_finite = true;
     for (int i = 0; i < V; ++i) is_finite &= std::abs(z[i]) <= 1.7976931348623157e308;
     if (!is_finite) return FAILED;
@@ -632,6 +633,11 @@ struct Sampler {
       for (int i = 0; i < V; ++i) total += weight[i];
       id = 0;
       while (id < V - 1 && (below += weight[id]) / total <= u) ++id;
+      if (margin) {
+        constexpr double NEGLIGIBLE = 1e-4;
+        const double end = id < V - 1 ? below / total : 1, first = end - weight[id] / total;
+        *margin = std::min(first > NEGLIGIBLE ? u - first : 1, end < 1 - NEGLIGIBLE ? end - u : 1);
+      }
     }
     return id;
   }
@@ -794,9 +800,10 @@ class NGrams {
 class Repetitions {
  public:
   void forget() { table.assign(table.size(), Entry{}); }
-  // `recent`: at least four ids.
-  int32_t after(const int32_t* recent) const {
+  // `recent`: at least four ids. certainty: about how often this is right.
+  int32_t after(const int32_t* recent, double* certainty) const {
     const Entry& entry = table[index(recent)];
+    *certainty = (3 + entry.hits) / 6.0;
     return entry.hits ? entry.id : NONE;
   }
   void learn(const int32_t* recent, int32_t id) {
@@ -940,7 +947,8 @@ class Engine {
   int slots = 0, vocab_size = 0, cache_bits = 0;  // of a number in the cache
 };
 
-constexpr int DEPTH = 3, MOST_GUESSES = 4;  // guesses of a sequence and of a batch
+constexpr int MOST_GUESSES = 4;    // in a batch: with more, rows cost more than reading the weights again
+constexpr double WORTH_IT = 0.5;   // certainty from which a further row takes less time than it saves
 constexpr int BATCH = 48;          // rows that pass the layers together; activations of wide models still fit a cache
 constexpr int64_t ANGLES = 4096;   // positions whose rotation is kept; of later ones it is computed
 
@@ -976,7 +984,7 @@ template <class T, class W, class K> class Net final : public Engine {
     Walk walk;
     int fed = 0, chosen = 0, reported = 0;
     int rows = 0;                        // in the batch
-    std::array<int32_t, DEPTH> guess{};  // the ids of the last rows, which are guesses
+    std::array<int32_t, MOST_GUESSES> guess{};  // the ids of the last rows, which are guesses
     int guessed = 0, kept = 0;           // number of guesses; where in `kept` what they overwrite is
     NGrams::Places places{};             // of the slot's recent ids
     bool has_places = false;
@@ -1140,12 +1148,6 @@ template <class T, class W, class K> class Net final : public Engine {
   static constexpr int CALLS_ALONE = 50;
   static constexpr int TEAM_ROWS = 64;                    // of a prompt
   static constexpr int TOGETHER = 8;                      // sequences of a thread
-  // Guesses of each sequence that pay in a batch of so many, as the time goes into reading the weights.
-  int depth_for(size_t sequences) const {
-    if (sequences == 1) return DEPTH;
-    return storage.bytes > TEAM_BYTES && sequences <= MOST_GUESSES ? 1 : 0;
-  }
-
   struct Pair {  // of threads
     Barrier barrier;
     bool is_done[2];  // in this turn and the last one
@@ -1236,8 +1238,8 @@ template <class T, class W, class K> class Net final : public Engine {
   bool gather(Workspace& w, bool stays, bool may_guess) {
     w.rows.clear();
     w.num_kept = 0;
-    const int limit = stays ? TOGETHER : BATCH;
-    const int depth = may_guess ? depth_for(w.active.size()) : 0;
+    const int depth = may_guess ? MOST_GUESSES / int(std::max<size_t>(1, w.active.size())) : 0;  // of each
+    const int limit = stays && !depth ? TOGETHER : BATCH;
     for (Progress& it : w.active) {
       const int room = limit - int(w.rows.size());
       if (room == 0) break;
@@ -1274,14 +1276,18 @@ template <class T, class W, class K> class Net final : public Engine {
     NGrams::Places places = it.places;
     auto recent = s.recent;
     Walk walk = it.walk;
+    double all_right = 1;  // certainty that this guess and those before it are right
     for (it.guessed = 0; it.guessed < most; ++it.guessed) {
-      int32_t id = repeats ? s.repetitions.after(recent.end()) : NONE;
+      double certainty = 0;
+      int32_t id = repeats ? s.repetitions.after(recent.end(), &certainty) : NONE;
       if (id < 0 && has_tree) {
         ngrams.logits(places, w.z.data, c.vocab_size);
         const uint8_t* allowed = walk.allow(w.allowed.data(), c.vocab_size);
-        id = s.sampler.choose_at(it.guessed, w.z.data, w.weight.data, w.order.data(), c.vocab_size, allowed);
+        double margin = 0.05;
+        id = s.sampler.choose_at(it.guessed, w.z.data, w.weight.data, w.order.data(), c.vocab_size, allowed, &margin);
+        certainty = (margin + 0.02) / (margin + 0.06);  // as counted in texts of tiny Shakespeare
       }
-      if (id < 0 || !walk.push(id) || s.is_end(id)) return;
+      if (id < 0 || (all_right *= certainty) < WORTH_IT || !walk.push(id) || s.is_end(id)) return;
       it.guess[it.guessed] = id;
       append(recent, id);
       if (has_tree) places = ngrams.next(places, id);
