@@ -14,16 +14,14 @@
 //              where no text can make them overflow: see `fits_half`
 //   padding    heads, widths and the vocabulary are padded with zeros to whole Lanes
 //
-// Every thread takes whole sequences and runs them on its own for all steps of a call; with weights of
-// up to TEAM_BYTES, two threads run half of the layers each and hand their sequences to each other. Only where there is
-// much to read or few sequences do threads share each product, and wait for each other between: see `Net::run`.
+// Every thread takes whole sequences and runs them on its own for all steps of a call. Only where there is much to read
+// or few sequences do threads share each product, and wait for each other between: see `Net::run`.
 // Compiled once per instruction set (setup.py); native.py chooses one at run time and calls the functions at the end.
 // Knows ids and slots; nothing of requests, stops or text.
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -612,8 +610,9 @@ struct Sampler {
   }
 
   // The same for the draw that is `ahead` of the next one. Only logits can make this choose another id later, and what
-  // the penalties will have counted until then.
-  int32_t choose_at(int ahead, double* z, double* weight, int32_t* order, int V, const uint8_t* allowed) const {
+  // the penalties will have counted until then. margin: of the draw, how far it is from drawing another id; 1: it cannot.
+  int32_t choose_at(int ahead, double* z, double* weight, int32_t* order, int V, const uint8_t* allowed,
+                    double* margin = nullptr) const {
     bool is_finite = true;
     for (int i = 0; i < V; ++i) is_finite &= std::abs(z[i]) <= 1.7976931348623157e308;
     if (!is_finite) return FAILED;
@@ -635,6 +634,11 @@ struct Sampler {
       for (int i = 0; i < V; ++i) total += weight[i];
       id = 0;
       while (id < V - 1 && (below += weight[id]) / total <= u) ++id;
+      if (margin) {
+        constexpr double NEGLIGIBLE = 1e-4;
+        const double end = id < V - 1 ? below / total : 1, first = end - weight[id] / total;
+        *margin = std::min(first > NEGLIGIBLE ? u - first : 1, end < 1 - NEGLIGIBLE ? end - u : 1);
+      }
     }
     return id;
   }
@@ -797,9 +801,10 @@ class NGrams {
 class Repetitions {
  public:
   void forget() { table.assign(table.size(), Entry{}); }
-  // `recent`: at least four ids.
-  int32_t after(const int32_t* recent) const {
+  // `recent`: at least four ids. certainty: about how often this is right.
+  int32_t after(const int32_t* recent, double* certainty) const {
     const Entry& entry = table[index(recent)];
+    *certainty = (3 + entry.hits) / 6.0;
     return entry.hits ? entry.id : NONE;
   }
   void learn(const int32_t* recent, int32_t id) {
@@ -909,20 +914,16 @@ class Pool {
 // each; after some spins they offer it to others.
 class Barrier {
  public:
-  // Returns the seconds that passed after the spins: a thread that is waited for had no processor.
-  double wait(int size) {
-    using Clock = std::chrono::steady_clock;
-    if (size == 1) return 0;
+  void wait(int size) {
+    if (size == 1) return;
     const uint32_t now = generation.load(std::memory_order_acquire);
     if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
       arrived.store(0, std::memory_order_relaxed);
       generation.store(now + 1, std::memory_order_release);
-      return 0;
+      return;
     }
-    if (comes_soon([&] { return generation.load(std::memory_order_acquire) != now; })) return 0;
-    const auto began = Clock::now();
+    if (comes_soon([&] { return generation.load(std::memory_order_acquire) != now; })) return;
     while (generation.load(std::memory_order_acquire) == now) std::this_thread::yield();
-    return std::chrono::duration<double>(Clock::now() - began).count();
   }
 
  private:
@@ -943,7 +944,8 @@ class Engine {
   int slots = 0, vocab_size = 0, cache_bits = 0;  // of a number in the cache
 };
 
-constexpr int DEPTH = 3, MOST_GUESSES = 4;  // guesses of a sequence and of a batch
+constexpr int MOST_GUESSES = 4;    // in a batch: with more, rows cost more than reading the weights again
+constexpr double WORTH_IT = 0.5;   // certainty from which a further row takes less time than it saves
 constexpr int BATCH = 48;          // rows that pass the layers together; activations of wide models still fit a cache
 constexpr int64_t ANGLES = 4096;   // positions whose rotation is kept; of later ones it is computed
 
@@ -979,7 +981,7 @@ template <class T, class W, class K> class Net final : public Engine {
     Walk walk;
     int fed = 0, chosen = 0, reported = 0;
     int rows = 0;                        // in the batch
-    std::array<int32_t, DEPTH> guess{};  // the ids of the last rows, which are guesses
+    std::array<int32_t, MOST_GUESSES> guess{};  // the ids of its last rows
     int guessed = 0, kept = 0;           // number of guesses; where in `kept` what they overwrite is
     NGrams::Places places{};             // of the slot's recent ids
     bool has_places = false;
@@ -1006,7 +1008,7 @@ template <class T, class W, class K> class Net final : public Engine {
   RARE Net(const ChargptConfig& config, const float* const* weights)
       : c(config), hs(c.n_embd / c.n_head), hp(padded<T>(hs)), Wp(padded<T>(c.block_size)), C(padded<T>(c.n_embd)),
         F(padded<T>(c.n_inner)), V(padded<T>(c.vocab_size)), heads(c.n_head + 2 * c.n_kv_head),
-        frequencies(c.frequencies, c.frequencies + hs / 2), ngrams(c), pool(c.threads), pairs(new Pair[c.threads]) {
+        frequencies(c.frequencies, c.frequencies + hs / 2), ngrams(c), pool(c.threads) {
     slots = c.slots, vocab_size = c.vocab_size, cache_bits = 8 * sizeof(K);
     pack(weights);
     head_size = values_at() + size_t(Wp) * hp;
@@ -1098,7 +1100,7 @@ template <class T, class W, class K> class Net final : public Engine {
     return nullptr;
   }
 
-  // Each thread takes whole sequences, about as many rows as the others; two threads may run theirs in turn, see `relay`.
+  // Each thread takes whole sequences, about as many rows as the others.
   // All run each batch together where a batch is work enough to pay for the waiting: with fewer sequences than threads,
   // and where the weights outgrow 32 MB, as each thread then reads its share of them alone.
   void run(const ChargptItem* items, int count) noexcept override {
@@ -1123,37 +1125,13 @@ template <class T, class W, class K> class Net final : public Engine {
       num_rows[least] += rows_of(*item);
       spaces[least].share.push_back(item);
     }
-    if (calls_alone > 0) --calls_alone;
-    const bool in_pairs = storage.bytes <= TEAM_BYTES && c.n_layer > 1 && 2 * count >= 3 * threads &&
-                          count < TOGETHER * threads && only_choose(order) && calls_alone == 0;
-    for (int i = 0; in_pairs && i < threads; ++i) begin(spaces[i].share, spaces[i]);  // while the others wake up
-    pool.run(threads, [&](int i) {
-      if (in_pairs && (i | 1) < threads) relay(pairs[i / 2], &spaces[i / 2 * 2], i % 2);
-      else lead(spaces[i].share, spaces[i], Team{nullptr, 0, 1});
-    });
-    if (in_pairs && std::any_of(pairs.get(), pairs.get() + threads / 2, [](const Pair& it) { return it.is_held_up; }))
-      calls_alone = CALLS_ALONE;
+    pool.run(threads, [&](int i) { lead(spaces[i].share, spaces[i], Team{nullptr, 0, 1}); });
   }
 
  private:
   static constexpr size_t TEAM_BYTES = size_t(16) << 20, OUTGROWN_BYTES = size_t(32) << 20;  // of weights
-  // Threads that wait for each other lose more than they win where one of them often has no processor: beyond this share
-  // of a call, the next ones are run by each thread alone.
-  static constexpr double HELD_UP = 0.2;
-  static constexpr int CALLS_ALONE = 50;
   static constexpr int TEAM_ROWS = 64;                    // of a prompt
   static constexpr int TOGETHER = 8;                      // sequences of a thread
-  // Guesses of each sequence that pay in a batch of so many, as the time goes into reading the weights.
-  int depth_for(size_t sequences) const {
-    if (sequences == 1) return DEPTH;
-    return storage.bytes > TEAM_BYTES && sequences <= MOST_GUESSES ? 1 : 0;
-  }
-
-  struct Pair {  // of threads
-    Barrier barrier;
-    bool is_done[2];  // in this turn and the last one
-    bool is_held_up;
-  };
   // The threads that run a batch together, and this one among them.
   struct Team {
     Barrier* barrier;
@@ -1178,43 +1156,13 @@ template <class T, class W, class K> class Net final : public Engine {
   void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team team) {
     const bool stays = only_choose(items) && storage.bytes <= TEAM_BYTES;
     begin(items, w);
-    while (gather(w, stays, true)) {
+    while (gather(w, stays)) {
       team.wait();
-      forward(w, w, team, 0, c.n_layer);
-      finish(w, w, 0, w.taken);
+      forward(w, w, team);
+      finish(w);
       settle(w, stays);
     }
     team.wait();
-  }
-
-  // Two threads and two batches: each thread runs one half of the layers, whose weights its second cache then holds, first
-  // of one batch, then of the other; the characters of a batch are chosen by both. For sequences that only choose, while
-  // they are few: with many rows, each reading of the weights serves enough of them. both: workspaces of the threads,
-  // and of the batches.
-  void relay(Pair& pair, Workspace* both, int index) {
-    const Team alone{nullptr, 0, 1};
-    const int half = (c.n_layer + 1) / 2;
-    const auto began = std::chrono::steady_clock::now();
-    double waited = 0;
-    for (int turn = 0; turn == 0 || !pair.is_done[(turn + 1) % 2]; ++turn) {
-      Workspace &own = both[index], &batch = both[(turn + index) % 2], &other = both[(turn + index + 1) % 2];
-      if (index == 0) {
-        finish(batch, own, 0, batch.taken / 2);
-        settle(batch, true);
-        if (const size_t count = batch.active.size(); count > 1 && other.active.empty()) {
-          other.active.assign(batch.active.begin() + (count + 1) / 2, batch.active.end());
-          batch.active.erase(batch.active.begin() + (count + 1) / 2, batch.active.end());
-        }
-        if (gather(batch, true, false)) forward(own, batch, alone, 0, half);
-        pair.is_done[turn % 2] = batch.active.empty() && other.active.empty();
-      } else if (!batch.rows.empty()) {
-        forward(own, batch, alone, half, c.n_layer);
-        finish(batch, own, batch.taken / 2, batch.taken);
-      }
-      waited += pair.barrier.wait(2);
-    }
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-    if (index == 0) pair.is_held_up = waited > HELD_UP * seconds;
   }
 
   void begin(const std::vector<const ChargptItem*>& items, Workspace& w) {
@@ -1236,11 +1184,11 @@ template <class T, class W, class K> class Net final : public Engine {
   }
 
   // The next batch; returns whether there is one.
-  bool gather(Workspace& w, bool stays, bool may_guess) {
+  bool gather(Workspace& w, bool stays) {
     w.rows.clear();
     w.num_kept = 0;
-    const int limit = stays ? TOGETHER : BATCH;
-    const int depth = may_guess ? depth_for(w.active.size()) : 0;
+    const int depth = MOST_GUESSES / int(std::max<size_t>(1, w.active.size()));  // of each
+    const int limit = stays && !depth ? TOGETHER : BATCH;
     for (Progress& it : w.active) {
       const int room = limit - int(w.rows.size());
       if (room == 0) break;
@@ -1277,14 +1225,18 @@ template <class T, class W, class K> class Net final : public Engine {
     NGrams::Places places = it.places;
     auto recent = s.recent;
     Walk walk = it.walk;
+    double all_right = 1;  // certainty that this guess and those before it are right
     for (it.guessed = 0; it.guessed < most; ++it.guessed) {
-      int32_t id = repeats ? s.repetitions.after(recent.end()) : NONE;
+      double certainty = 0;
+      int32_t id = repeats ? s.repetitions.after(recent.end(), &certainty) : NONE;
       if (id < 0 && has_tree) {
         ngrams.logits(places, w.z.data, c.vocab_size);
         const uint8_t* allowed = walk.allow(w.allowed.data(), c.vocab_size);
-        id = s.sampler.choose_at(it.guessed, w.z.data, w.weight.data, w.order.data(), c.vocab_size, allowed);
+        double margin = 0.05;
+        id = s.sampler.choose_at(it.guessed, w.z.data, w.weight.data, w.order.data(), c.vocab_size, allowed, &margin);
+        certainty = (margin + 0.02) / (margin + 0.06);  // as counted in texts of tiny Shakespeare
       }
-      if (id < 0 || !walk.push(id) || s.is_end(id)) return;
+      if (id < 0 || (all_right *= certainty) < WORTH_IT || !walk.push(id) || s.is_end(id)) return;
       it.guess[it.guessed] = id;
       append(recent, id);
       if (has_tree) places = ngrams.next(places, id);
@@ -1325,20 +1277,21 @@ template <class T, class W, class K> class Net final : public Engine {
     for (;;) {
       team.wait();
       if (shared.rows.empty()) return;
-      forward(own, shared, team, 0, c.n_layer);
+      forward(own, shared, team);
     }
   }
 
-  // Take in the rows of some of a batch's sequences after a forward: choose where the given ids have run.
-  void finish(Workspace& batch, Workspace& own, size_t first, size_t end) {
+  // Take in the rows of a batch after a forward: choose where the given ids have run.
+  void finish(Workspace& w) {
     int row = 0;
-    const T* logits = batch.logits.data;  // of the rows that want them
-    for (size_t k = 0; k < end; ++k) {
-      Progress& it = batch.active[k];
-      const Row* rows = &batch.rows[row];
+    const T* logits = w.logits.data;  // of the rows that want them
+    for (size_t k = 0; k < w.taken; ++k) {
+      Progress& it = w.active[k];
+      const Row* rows = &w.rows[row];
       const ptrdiff_t wanted = std::count_if(rows, rows + it.rows, [](const Row& r) { return r.wants_logits; });
-      if (k >= first) it.goes_on = finish(it, own, rows, logits, wanted);
-      row += it.rows, logits += wanted * V;
+      row += it.rows;
+      it.goes_on = finish(it, w, rows, logits, wanted);
+      logits += wanted * V;
     }
   }
 
@@ -1423,16 +1376,13 @@ template <class T, class W, class K> class Net final : public Engine {
     for (int i = 0; i < k; ++i) item.top_values[at * k + i] = z[ids[i]] - whole;
   }
 
-  // One pass of a batch through some layers. Of a team, each thread has its own copy of the residual stream (own.x) and
-  // computes its share of every product, and the attention of its share of the key heads; else the stream is the
-  // batch's, and goes on from layer to layer.
-  void forward(Workspace& own, Workspace& batch, Team team, int first_layer, int end_layer) {
+  // One pass of a batch through the layers. Of a team, each thread has its own copy of the residual stream (own.x) and
+  // computes its share of every product, and the attention of its share of the key heads.
+  void forward(Workspace& own, Workspace& batch, Team team) {
     const std::vector<Row>& rows = batch.rows;
-    Workspace& shared = team.size > 1 ? batch : own;
-    T* x = (team.size > 1 ? own : batch).x.data;
     int count = int(rows.size());
     for (int r = 0; r < count; ++r) {
-      if (first_layer == 0) std::copy_n(&embed[size_t(rows[r].id) * C], C, x + size_t(r) * C);
+      std::copy_n(&embed[size_t(rows[r].id) * C], C, own.x.data + size_t(r) * C);
       const int64_t position = rows[r].position;
       if (position < ANGLES)
         std::copy_n(&angles[position * hs], hs, own.cos_sin.data + r * hs);
@@ -1443,8 +1393,8 @@ template <class T, class W, class K> class Net final : public Engine {
     const auto [first_kv, end_kv] = team.share(c.n_kv_head);
     const auto [first_out, end_out] = team.share(C / N);
     const auto [first_inner, end_inner] = team.share(inner);
-    T *h = own.h.data, *qkv = own.qkv.data, *gate = shared.gate_up.data, *out = shared.out.data;
-    for (int l = first_layer; l < end_layer; ++l) {
+    T *x = own.x.data, *h = own.h.data, *qkv = own.qkv.data, *gate = batch.gate_up.data, *out = batch.out.data;
+    for (int l = 0; l < c.n_layer; ++l) {
       const Layer& layer = layers[l];
       for (int r = 0; r < count; ++r) norm(x + r * C, layer.attn_norm.data(), h + r * C, C, c.n_embd);
       if (team.size == 1) {
@@ -1461,16 +1411,15 @@ template <class T, class W, class K> class Net final : public Engine {
       int wanted = 0;  // of the last layer only what leads to logits matters
       for (int r = 0; r < count; ++r) {
         const bool is_wanted = !is_last || rows[r].wants_logits;
-        const int following = l + 1 < end_layer ? l + 1 : first_layer;
-        attend(own, rows, l, following, r, first_kv, end_kv,
-               is_wanted ? shared.y.data + size_t(wanted) * attended : nullptr);
+        attend(own, rows, l, r, first_kv, end_kv,
+               is_wanted ? batch.y.data + size_t(wanted) * attended : nullptr);
         if (!is_wanted) continue;
         if (wanted != r) std::copy_n(x + size_t(r) * C, C, x + size_t(wanted) * C);
         ++wanted;
       }
       count = wanted;
       team.wait();
-      multiply(layer.proj, {first_out, end_out}, count, shared.y.data, attended, out, C, own.inputs.data);
+      multiply(layer.proj, {first_out, end_out}, count, batch.y.data, attended, out, C, own.inputs.data);
       team.wait();
       for (int r = 0; r < count; ++r) {
         add(x + r * C, out + r * C, C);
@@ -1488,7 +1437,6 @@ template <class T, class W, class K> class Net final : public Engine {
       team.wait();
       for (int r = 0; r < count; ++r) add(x + r * C, out + r * C, C);
     }
-    if (end_layer < c.n_layer) return;
     for (int r = 0; r < count; ++r) norm(x + r * C, final_norm.data(), h + r * C, C, c.n_embd);
     multiply(head, team.share(V / N), count, h, C, batch.logits.data, V, own.inputs.data);
     team.wait();
@@ -1554,7 +1502,7 @@ template <class T, class W, class K> class Net final : public Engine {
 
   // Rows of a sequence come in order, and each writes its key and value before it attends: as in a ring of W.
   // y: null if only the key and the value are needed.
-  void attend(Workspace& w, const std::vector<Row>& rows, int layer, int following, int r, int first, int end, T* y) {
+  void attend(Workspace& w, const std::vector<Row>& rows, int layer, int r, int first, int end, T* y) {
     const Row& row = rows[r];
     T* q = w.qkv.data + size_t(r) * heads * hp;
     const T* cos_sin = w.cos_sin.data + r * hs;
@@ -1565,7 +1513,7 @@ template <class T, class W, class K> class Net final : public Engine {
     // in the next layer.
     const bool is_end = size_t(r) + 1 == rows.size();
     const Row& next = rows[is_end ? 0 : r + 1];
-    const int next_layer = is_end ? following : layer;
+    const int next_layer = is_end ? (layer + 1) % c.n_layer : layer;
     for (int h = first * group; y && h < end * group; ++h) {
       norm_and_rotate(q + h * hp, layers[layer].q_norm.data(), cos_sin);
       for (int d = 0; d < hp; ++d) q[h * hp + d] *= scale;
@@ -1746,8 +1694,6 @@ template <class T, class W, class K> class Net final : public Engine {
   const NGrams ngrams;
   Pool pool;
   Barrier barrier;
-  std::unique_ptr<Pair[]> pairs;
-  int calls_alone = 0;  // to be run before pairs are tried again
   Buffer<W> storage;
   std::vector<T> embed, final_norm, angles;
   std::vector<Layer> layers;

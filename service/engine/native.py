@@ -144,8 +144,8 @@ def dtypes() -> list[str]:
 
 
 class NativeRunner(Runner):
-    """`threads` includes the calling one; each takes whole sequences, or two half of the layers each, or all share each
-    batch, whichever pays.
+    """`threads` includes the calling one; each takes whole sequences, or all share each batch, whichever
+    pays.
 
     dtype: "float32", "float64" or, where the CPU multiplies it, "bfloat16" (weights, keys and values, and the factors
     of products; sums are float32). "float32" keeps keys and values as float16, unless a text could make them overflow.
