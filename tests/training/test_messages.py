@@ -40,7 +40,7 @@ def test_a_second_make_train_names_its_three_ways(trained, monkeypatch, capsys):
     assert call(["train", "--data", "absent.txt", "--out", "other"]) == 1
     error = capsys.readouterr().err
     assert "--data takes UTF-8 files" in error
-    assert error.endswith("\nWith make, --data is DATA=…, --out is NAME=…, and other flags are ARGS='…'\n")
+    assert "\nWith make, --data is DATA=…, --out is NAME=…, --preset is PRESET=…, --minutes is MINUTES=…, " in error
 
 
 def test_resuming_is_said_as_the_run_was_started(monkeypatch):
