@@ -34,7 +34,7 @@ LADDER: tuple[dict[str, Any], ...] = (
     {"n_layer": 12, "n_head": 16, "n_kv_head": 8, "n_embd": 512},
 )
 # Characters per parameter from which on 6 layers of 128 were better than 4, and larger sizes than smaller ones.
-ENOUGH_FOR_DEPTH, ENOUGH = 0.5, 1.5
+ENOUGH_FOR_DEPTH, ENOUGH = 0.5, 3.0
 MOST_PARAMETERS = 7  # per character of the training split; more memorize it
 STEP = 16  # characters of a step per n_embd
 SHORT = 1000  # steps; of a run that would have fewer, a step has half the characters
