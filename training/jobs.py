@@ -152,8 +152,8 @@ def _new_run(
             say(console, note)
     longest = min((Checkpoint.read(path).config.block_size for path in config.teachers), default=None)
     parts = world.size * config.accumulate
-    refuse_other_weights(config.model_config(tokenizer.vocab_size))  # and an impossible shape
     if config.minutes:
+        refuse_other_weights(config.model_config(tokenizer.vocab_size))  # before anything is measured
         recoded = recode(corpus, tokenizer)
         plan = Plan(config, recoded, adaptable, parts, lambda each: measured_speed(each, recoded, world, origin))
         config = plan.config
