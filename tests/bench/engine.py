@@ -120,7 +120,7 @@ class Ours:
                 ids = prompt(TEMPLATE, chance.randrange(TEMPLATES)) + own
                 group = "" if with_reuse else str(number)
                 submitted[number] = time.perf_counter()
-                engine.submit(Submit(number, ids, 32, sampling(REQUESTS * seed + number), reuse_group=group))
+                engine.submit(Submit(number, ids, 32, sampling(number, REQUESTS * seed + number), reuse_group=group))
                 number, running = number + 1, running + 1
             for delta in engine.step():
                 if delta.ids and delta.id in submitted:

@@ -53,7 +53,7 @@ void print(const char* dtype, bool is_double) {
 
   const double frequencies[HS / 2] = {1, 0.1, 0.01, 0.001};
   const ChargptConfig config{V, W, LAYERS, HEADS, KV_HEADS, C, INNER, 2, 2, is_double, !is_double, 1e-6,
-                             frequencies};
+                             frequencies, 0, nullptr, nullptr, nullptr};
   void* engine = nullptr;
   require(chargpt_open(&config, pointers.data(), &engine));
 
@@ -65,8 +65,10 @@ void print(const char* dtype, bool is_double) {
   std::vector<ChargptItem> items;
   for (int slot = 0; slot < 2; ++slot) {
     // All of sampling, and the most probable character.
-    ChargptParams params{0, 1, -HUGE_VAL, 1, 1, 0, 0, 0, 0, 0, 0, 0, nullptr, nullptr, nullptr, nullptr};
-    if (!slot) params = {0.9, 0.95, -6, 0.99, 1.1, 0.1, 0.2, 7, 30, 0, PROMPT, 0, nullptr, nullptr, prompt, nullptr};
+    ChargptParams params{0, 1, -HUGE_VAL, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, nullptr, nullptr, nullptr, nullptr, nullptr};
+    if (!slot) {
+      params = {0.9, 0.95, -6, 0.99, 1.1, 0.1, 0.2, 7, 30, 0, PROMPT, 0, 0, nullptr, nullptr, prompt, nullptr, nullptr};
+    }
     require(chargpt_start(engine, slot, &params));
     items.push_back({slot, PROMPT - slot, STEPS, V, prompt + slot, nullptr, nullptr, chosen[slot], values[slot], ids,
                      all_values[slot], every});
