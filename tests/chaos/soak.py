@@ -51,7 +51,8 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
     every = plan.count(120, 15)
     outcome.did = (
         f"{USERS} clients send mixed traffic for {duration / 60:g} minutes. Some leave, read slowly or send nonsense. "
-        f"In the first half, the inference process is killed every {every} s. The memory figures are from the second half"
+        f"In the first half, the inference process is killed every {every} s. "
+        "The memory figures are from the second half"
     )
     kinds, wrong, statuses = Counter[str](), Counter[str](), Counter[str]()
     first: list[float] = []
