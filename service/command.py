@@ -1,7 +1,7 @@
 """The console script: chargpt serve | prepare | train | evaluate | sample | score | report | export | lecture.
 
-`serve` runs the package service, every other command the package training, which the container image does not ship.
-Both are run by name, so that this module imports neither and `chargpt --help` answers without torch.
+`serve` runs the package service. Every other command runs the package training, which the container image lacks. Both
+are run by name, so this module imports neither and `chargpt --help` needs no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ chargpt --version prints the version."""
 
 
 def main() -> int:
-    """Exit status: 0 after --help and --version, 1 if the command's package is not installed, 2 for an unknown command.
+    """Return 0 after --help and --version, 1 if the package of the command is not installed, 2 for an unknown command.
 
     Raises SystemExit: with the status of the command that ran.
     """
