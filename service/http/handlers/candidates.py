@@ -1,4 +1,4 @@
-"""best_of and suffix: sample candidates, answer with the best, or draw among them. exact: fill up with masked answers."""
+"""best_of and suffix: sample candidates, answer with some of them. exact: fill up with masked answers."""
 
 from __future__ import annotations
 
