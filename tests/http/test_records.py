@@ -33,16 +33,6 @@ def server(checkpoints):
 
 
 @pytest.fixture
-def ask(server):
-    def ask(model, path="/generate", **body):
-        response = web.post(server.url + path, json=body | {"model": model}, timeout=60)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    return ask
-
-
-@pytest.fixture
 def choices(ask):
     def choices(model, **body):
         body = {"max_tokens": 60, "seed": 1, "n": 20} | body
