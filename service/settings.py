@@ -140,50 +140,58 @@ class Settings(BaseSettings):
     checkpoint: Separated = Field(
         [str(BUNDLED)],
         min_length=1,
-        description="checkpoint folder to serve; NAME=DIR for several, repeated or comma-separated; or a folder of "
-        "training runs, each served under its folder's name",
+        description="checkpoint folder to serve; NAME=DIR for each of several, repeated or comma-separated; or a "
+        "folder of training runs, each served under its folder's name",
     )
     model_name: str = Field(
         "chargpt", min_length=1, max_length=256,
-        description="name of a checkpoint without one, in requests, answers and metrics; of several, the one that is "
-        "meant where a request names none; and of the service as a whole in metrics",
+        description="name of a checkpoint given without one; also the default of requests without a model, and the "
+        "model_name of the metrics of the whole service",
     )  # fmt: skip
     host: str = Field(
         "127.0.0.1", min_length=1, max_length=255,
-        description="address or host name to listen on; 0.0.0.0: every IPv4 address, :: every address",
+        description="address or host name to listen on; 0.0.0.0 for all IPv4 addresses, :: for all addresses",
     )  # fmt: skip
     port: int = Field(8000, ge=1024, le=65535, description="TCP port to listen on")
-    root_path: str = Field("", description="path prefix added by a proxy, such as /chargpt")
+    root_path: str = Field("", description="path prefix that a proxy adds, such as /chargpt")
     tls_certificate: Path | None = Field(None, description="PEM file of the certificate and its chain, for HTTPS")
     tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, without a password")
-    api_keys_file: Path | None = Field(None, description="API keys, one per line; every route but the probes needs one")
-    client_limits: Path | None = Field(None, description="TOML file of limits and weights, by key's name or address")
+    api_keys_file: Path | None = Field(
+        None, description="file of API keys, one per line; every route except the probes then needs a key"
+    )
+    client_limits: Path | None = Field(None, description="TOML file of the limits and weight of each client")
     client_header: str | None = Field(
         None, pattern=r"^[A-Za-z0-9-]{1,64}$",
-        description="header of a trusted proxy whose last address is the client's, such as X-Forwarded-For",
+        description="header to which a trusted proxy adds the client's address at the end, such as X-Forwarded-For",
     )  # fmt: skip
     public_metrics: bool = Field(False, description="serve /metrics without an API key")
     public_docs: bool = Field(False, description="serve the page at /, /docs and /openapi.json without an API key")
-    cors_origins: Separated = Field([], description="origins that may send requests, comma-separated; * for all")
+    cors_origins: Separated = Field(
+        [], description="web origins whose pages may send requests, comma-separated; * for all"
+    )
 
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="device type for the model")
     backend: Literal["auto", "native", "cuda", "torch"] = Field(
-        "auto", description="what runs the model; auto: cuda on a GPU, native on a CPU if available, otherwise torch"
+        "auto",
+        description="engine that runs the model; auto: cuda on a GPU, native on a CPU if available, otherwise torch",
     )
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
-        "auto", description="arithmetic of the model; auto: float32 on native, cuda and mps, otherwise float64"
+        "auto", description="number format of the model; auto: float32 on native, cuda and mps, otherwise float64"
     )
-    devices: Few = Field(1, description="devices of that type; each has its own inference process")
+    devices: Few = Field(1, description="number of devices; each has its own inference processes")
     workers_per_device: Few = Field(1, description="inference processes per device")
     http_processes: Few = Field(1, description="HTTP processes")
     threads: int = Field(default_factory=cpus_per_worker, ge=1, le=1024, description="CPU threads per worker")
 
     max_running_requests: int | Literal["auto"] = Field(
-        64, description="maximum running sequences per worker; auto: as many as fit the GPUs, 64 elsewhere"
+        64,
+        description="maximum running sequences per worker; auto: as many as fit into GPU memory, 64 on other devices",
     )
     max_queued_requests: Natural = Field(1024, description="maximum waiting sequences per worker")
-    max_queue_seconds: Seconds = Field(10, description="maximum expected wait in the queue; beyond it, 429")
-    fair_queueing: bool = Field(True, description="share slots and queue among clients; false: priority, then arrival")
+    max_queue_seconds: Seconds = Field(10, description="maximum expected wait in the queue; a longer one gets 429")
+    fair_queueing: bool = Field(
+        True, description="share slots and queue fairly among clients; false: by priority, then arrival"
+    )
     step_seconds: float = Field(0.004, gt=0, le=1, description="target duration of an engine step")
     max_prompt_characters: Positive = Field(100_000, description="maximum length of a prompt")
     max_tokens: Positive = Field(16_384, description="maximum length of a completion, in characters")
@@ -198,8 +206,10 @@ class Settings(BaseSettings):
     attention: bool = Field(True, description="serve /v1/attention, which runs in the HTTP processes")
     max_body_bytes: Bytes = Field(4 << 20, le=1 << 30, description="maximum size of a request body")
 
-    max_request_bytes: Bytes = Field(64 << 20, description="maximum memory that a request may need, by estimate")
-    max_held_bytes: Bytes = Field(256 << 20, description="maximum memory of all requests in progress; half per client")
+    max_request_bytes: Bytes = Field(64 << 20, description="maximum estimated memory of a request")
+    max_held_bytes: Bytes = Field(
+        256 << 20, description="maximum estimated memory of all requests in progress; half of it per client"
+    )
 
     unknown_characters: Literal["refuse", "replace", "drop"] = Field(
         "refuse", description="default for characters outside the vocabulary"
@@ -213,26 +223,34 @@ class Settings(BaseSettings):
 
     strict_fields: bool = Field(False, description="refuse unknown fields, unless a request has strict: false")
     stream_interval_seconds: Delay = Field(0.02, le=60, description="minimum time between two events of a stream")
-    keep_alive_seconds: Seconds = Field(15, description="time without an event before the server sends an SSE comment")
+    keep_alive_seconds: Seconds = Field(
+        15, description="time without an event after which a stream gets an SSE comment"
+    )
     max_header_bytes: Bytes = Field(32 << 10, le=1 << 20, description="maximum size of a request line and its headers")
-    header_timeout_seconds: Seconds = Field(8, description="time limit for a request's head, and for a TLS handshake")
+    header_timeout_seconds: Seconds = Field(
+        8, description="time limit for the headers of a request, and for a TLS handshake"
+    )
     max_connections: int = Field(10_000, ge=1, le=1_000_000, description="maximum open connections")
     max_connections_per_address: Natural = Field(
         default_factory=half_of_connections,
-        description="maximum open connections from one address; 0: no limit of its own",
+        description="maximum open connections from one address; 0: no limit",
     )
     body_timeout_seconds: Seconds = Field(30, description="time limit for receiving a request body")
     idle_connection_seconds: int = Field(75, ge=1, le=3600, description="time an idle connection is kept open")
-    request_timeout_seconds: Seconds = Field(300, description="time limit for a request, waiting and running")
-    shutdown_delay_seconds: Delay = Field(0, description="time after SIGTERM with /readyz 503 and requests accepted")
-    drain_seconds: Delay = Field(30, description="time limit for running requests after that")
-    hang_seconds: Seconds = Field(10, ge=1, description="time without a sign of life after which a process is replaced")
-    max_restarts: Natural = Field(10, description="maximum failed starts of processes in the next setting's window")
-    restart_window_seconds: Seconds = Field(300, description="time over which failed starts are counted")
+    request_timeout_seconds: Seconds = Field(300, description="time limit for a request, queue time included")
+    shutdown_delay_seconds: Delay = Field(
+        0, description="time after SIGTERM for which /readyz is 503 but requests are still accepted"
+    )
+    drain_seconds: Delay = Field(30, description="time limit for accepted requests after the shutdown delay")
+    hang_seconds: Seconds = Field(10, ge=1, description="time without a heartbeat after which a process is replaced")
+    max_restarts: Natural = Field(10, description="maximum failed starts of processes within --restart-window-seconds")
+    restart_window_seconds: Seconds = Field(300, description="period over which failed starts are counted")
     metrics_vllm_names: bool = Field(False, description="also expose metrics under vLLM's names")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
     log_format: LogFormat = Field("auto", description="log line format; auto: text on a terminal, json otherwise")
-    otlp_traces_endpoint: str | None = Field(None, description="URL for traces, by OTLP/HTTP; needs the extra tracing")
+    otlp_traces_endpoint: str | None = Field(
+        None, description="URL to send traces to, by OTLP/HTTP; needs the extra tracing"
+    )
 
     _api_keys: Mapping[bytes, str] = PrivateAttr({})
     _limits: ClientLimitsFile = PrivateAttr(ClientLimitsFile())
