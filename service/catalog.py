@@ -165,33 +165,49 @@ class Catalog:
             self._publish(state, self.listing.load, self.listing.serve)
 
     def check(self, state: SharedState) -> bool:
-        """Continue the rollout as far as the other processes have followed. Returns True if `serve` has changed."""
-        generation = self.listing.generation
+        """Take the next step of a rollout if the other processes have done the last one.
+
+        Returns True if the checkpoints that new requests use have changed.
+        """
         if self.step == "load":
-            if not self._pids or any(state.pids[name] != pid for name, pid in self._pids.items()):
-                self._revert(state, "a worker died while it was loaded")
-            elif any(state.has_failed(name, generation) for name in self._pids):
-                self._revert(state, "a worker could not load it; the log says why")
-            elif time.monotonic() > self._deadline:
-                self._revert(state, f"workers have not loaded it within {LOAD_SECONDS:g} s")
-            elif all(state.follows(name, generation) for name in self._pids):
-                self._before = self.listing.serve
-                if self._publish(state, self.listing.load, self._new):  # otherwise try again until the deadline
-                    self.step, self._deadline = "serve", time.monotonic() + SERVE_SECONDS
-                    return True
-            return False
-        running = [name for name in state.http_names if state.last_beat(name) is not None]
-        is_followed = all(state.follows(name, generation) for name in running)
+            return self._end_load(state)
         if self.step == "serve":
-            # A late process hangs and will be replaced by one that follows, or reads for very long.
-            if is_followed or time.monotonic() > self._deadline:
-                served = {version.id for version in self._new}
-                self._retired = [version for version in self.listing.load if version.id not in served]
-                self.step = ""
-                self._note_changes(state)
-        elif self._retired and is_followed:
+            self._end_serve(state)
+        elif self._retired and self._is_followed(state):
             self._drop(state)
         return False
+
+    def _end_load(self, state: SharedState) -> bool:
+        """Serve the new versions once all workers have loaded them, or revert if one cannot."""
+        generation = self.listing.generation
+        if not self._pids or any(state.pids[name] != pid for name, pid in self._pids.items()):
+            self._revert(state, "a worker died while it was loaded")
+        elif any(state.has_failed(name, generation) for name in self._pids):
+            self._revert(state, "a worker could not load it; the log says why")
+        elif time.monotonic() > self._deadline:
+            self._revert(state, f"workers have not loaded it within {LOAD_SECONDS:g} s")
+        elif all(state.follows(name, generation) for name in self._pids):
+            self._before = self.listing.serve
+            if self._publish(state, self.listing.load, self._new):  # otherwise try again until the deadline
+                self.step, self._deadline = "serve", time.monotonic() + SERVE_SECONDS
+                return True
+        return False
+
+    def _end_serve(self, state: SharedState) -> None:
+        """Retire the old versions once all HTTP processes use the new ones.
+
+        A process that is late at the deadline hangs, and its replacement will use them, or it reads very slowly.
+        """
+        if self._is_followed(state) or time.monotonic() > self._deadline:
+            served = {version.id for version in self._new}
+            self._retired = [version for version in self.listing.load if version.id not in served]
+            self.step = ""
+            self._note_changes(state)
+
+    def _is_followed(self, state: SharedState) -> bool:
+        """True if every running HTTP process uses the current listing."""
+        running = [name for name in state.http_names if state.last_beat(name) is not None]
+        return all(state.follows(name, self.listing.generation) for name in running)
 
     def _note_changes(self, state: SharedState) -> None:
         ids, names = {version.id for version in self._before}, {version.name for version in self._new}

@@ -328,6 +328,8 @@ def internals() -> Dashboard:
               " generated characters beyond a stop", SHARE,
               {"copied": f"{rate('chargpt_prefix_cache_hit_tokens_total')} / {rate('chargpt_prompt_tokens_total')}",
                "dropped": f"{dropped} / ({dropped} + {rate('chargpt_generation_tokens_total')})"}),
+        lines("Exact answers", "Share of candidates that match; low shares cost many candidates for each answer", SHARE,
+              {"accepted": f"{rate('chargpt_exact_matches_total')} / {rate('chargpt_exact_candidates_total')}"}),
     )  # fmt: skip
     page.show(
         lines("Step duration", "Duration of an engine step", SECONDS, quantiles("chargpt_iteration_seconds")),

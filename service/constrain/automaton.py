@@ -6,7 +6,9 @@ torch.
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +42,16 @@ class Automaton:
     def min_length(self) -> int:
         """Characters of the shortest matching text."""
         return int(self.distance[0])
+
+    def match_lengths(self, ids: Iterable[int]) -> set[int]:
+        """The lengths of those beginnings of `ids` that match."""
+        state, found = 0, set()
+        for length, id in enumerate(itertools.chain(ids, [None])):
+            if self.accepting[state]:
+                found.add(length)
+            if id is None or (state := int(self.table[state, self.classes[id]])) < 0:
+                break
+        return found
 
     def pack(self) -> bytes:
         """Serialise for another process of this service, to a tenth of the arrays' size or less."""

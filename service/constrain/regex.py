@@ -161,7 +161,7 @@ def compile_without(
 def intersection(one: Automaton, other: Automaton, *, max_states: int = 5000) -> Automaton:
     """The automaton of the texts that match both.
 
-    Raises RegexError: no text does, or too many states.
+    Raises RegexError: no text does, or it needs more than max_states states or MAX_CELLS transitions.
     """
     pairs, classes = np.unique(np.stack([one.classes, other.classes]), axis=1, return_inverse=True)  # (2, classes)
     tables = one.table, other.table
@@ -170,7 +170,7 @@ def intersection(one: Automaton, other: Automaton, *, max_states: int = 5000) ->
         following = (table[s, its].tolist() for table, s, its in zip(tables, state, pairs, strict=True))
         return {symbol: (a, b) for symbol, (a, b) in enumerate(zip(*following, strict=True)) if a >= 0 and b >= 0}
 
-    rows, states = _explore((0, 0), after, max_states)
+    rows, states = _explore((0, 0), after, min(max_states, MAX_CELLS // pairs.shape[1]))
     accepting = [bool(one.accepting[a] and other.accepting[b]) for a, b in states]
     return _live(classes.reshape(-1), rows, accepting)
 

@@ -8,6 +8,7 @@ import math
 import random
 import re
 import threading
+from collections import Counter
 
 import httpx
 import numpy as np
@@ -316,6 +317,35 @@ def test_infill_returns_the_candidates_that_fit_the_suffix_best(post):
     assert given.max() <= fit(set(by_seed.values()) - {choice["text"] for choice in best}).min() + 1e-3
     (echoed,) = post("/v1/completions", **options, echo=True)["choices"]
     assert echoed["text"] == prompt + best[0]["text"]
+
+
+def test_a_drawn_infill_follows_the_likelihood_of_the_suffix(post):
+    """Texts of no character or one of three, against all of them enumerated."""
+    prompt, suffix, characters = "Hello", "B", "ae "
+    (likeliest,) = post("/v1/next", prompt=prompt, top_n=60)["data"]
+    free = {it["character"]: it["probability"] for it in likeliest["distribution"] if it["character"] in characters}
+    middles = ["", *characters]
+    nats = [post("/v1/score", prefix=prompt + it, continuations=[suffix])["data"][0]["nats"] for it in middles]
+    expected = np.array([1, *(free[c] / sum(free.values()) for c in characters)]) * np.exp(-np.array(nats))
+    expected /= expected.sum()
+    options = {"prompt": prompt, "suffix": suffix, "infill": "draw", "max_tokens": 1, "best_of": 64, "n": 2}
+    found = Counter()
+    for seed in range(150):
+        one, other = post("/generate", allowed_characters=characters, seed=1000 * seed, **options)["choices"]
+        found.update([one["text"], other["text"]])
+    assert max(expected) < 0.7  # no foregone conclusion
+    assert np.array([found[middle] for middle in middles]) / 300 == pytest.approx(expected, abs=0.08)
+
+
+@pytest.mark.parametrize("regex", ["[^q]{2,4}", "([^q]{2})+"])
+def test_infill_with_a_pattern_is_cut_only_where_it_matches(post, regex):
+    matches = re.compile(regex).fullmatch
+    options = {"prompt": "Hello y", "max_tokens": 6, "seed": 3, "regex": regex}
+    best = post("/v1/completions", suffix="r there", best_of=16, n=8, **options)["choices"]
+    assert all(matches(choice["text"]) for choice in best)
+    by_seed = {it["seed"]: it["text"] for it in post("/v1/completions", n=16, **options)["choices"]}
+    assert all(by_seed[choice["seed"]].startswith(choice["text"]) for choice in best)
+    assert any(by_seed[choice["seed"]] != choice["text"] for choice in best)
 
 
 def test_infill_streams_each_text_in_one_event(client, post):

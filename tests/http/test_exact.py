@@ -39,16 +39,6 @@ def server(places):
     yield from lasting(places, dtype="float64", max_prompts=500)
 
 
-@pytest.fixture
-def ask(server):
-    def ask(model, path="/generate", **body):
-        response = web.post(server.url + path, json=body | {"model": model}, timeout=60)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    return ask
-
-
 def refused(server, model, **body):
     response = web.post(f"{server.url}/generate", json=body | {"model": model}, timeout=60)
     assert response.status_code == 400, response.text

@@ -33,16 +33,6 @@ def server(checkpoints):
 
 
 @pytest.fixture
-def ask(server):
-    def ask(model, path="/generate", **body):
-        response = web.post(server.url + path, json=body | {"model": model}, timeout=60)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    return ask
-
-
-@pytest.fixture
 def choices(ask):
     def choices(model, **body):
         body = {"max_tokens": 60, "seed": 1, "n": 20} | body
@@ -190,6 +180,9 @@ def test_distributions_infill_and_attention_see_the_beginning(ask):
     body = {"suffix": "e", "max_tokens": 6, "seed": 3, "best_of": 4}
     one, other = ask("records", prompt="Al", **body), ask("texts", prompt="\nAl", stop="\n", **body)
     assert one["choices"][0]["text"] == other["choices"][0]["text"]
+    body["regex"] = "[^e]{2,3}"  # a record's end is not in it, and does not follow it
+    one, other = ask("records", prompt="Al", **body), ask("texts", prompt="\nAl", **body | {"regex": "[^e\n]{2,3}"})
+    assert one["choices"][0]["text"] == other["choices"][0]["text"] != ""
     one, other = ask("records", "/v1/attention", text="Al"), ask("texts", "/v1/attention", text="\nAl")
     assert (one["text"], one["data"]) == (other["text"], other["data"])
 

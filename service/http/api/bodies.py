@@ -7,7 +7,7 @@ model or the settings are checked by the routes.
 from __future__ import annotations
 
 import operator
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -156,7 +156,7 @@ class ModelRequest(Body):
 
 CONDITIONS = ("regex", "choice", "allowed_characters", "allowed_token_ids", "bad_words", "min_tokens")
 _EARLY = ", which could end the answer before a match"
-_ENDS = ("stop", "stop_token_ids", "stop_regex", "suffix")
+_ENDS = ("stop", "stop_token_ids", "stop_regex")
 _CONFLICTS = (
     ("regex", "choice", ""),
     *((name, end, _EARLY) for name in ("regex", "choice") for end in _ENDS),
@@ -181,8 +181,12 @@ class GenerationRequest(ModelRequest):
     truncate_prompt_tokens: int | None = _field(None, 500, ge=-1, le=MAX_ID)
     """use only the last this many characters of each prompt; -1: as many as are accepted"""
     suffix: Text | None = _field(None, "\n\nJULIET:")
-    """text that follows the answer (infill): `best_of` candidates are sampled, cut where the suffix is likely to begin,
-    and ranked by the likelihood of the suffix after them"""
+    """text that follows the answer (infill): `best_of` candidates are sampled and cut where the suffix is likely to
+    begin. `infill` chooses among them by the likelihood of the suffix after each"""
+    infill: Literal["best", "draw"] = _field("best", "draw")
+    """with `suffix`: answer with the candidates after which the suffix is likeliest, or draw each answer in proportion
+    to that likelihood. The more candidates there are, the closer a drawn answer comes to a draw from the model's
+    distribution of the text between prompt and suffix"""
     max_tokens: int = _field(16, 80, ge=0)
     """maximum number of characters to generate. The default is lowered to the server's limit"""
     min_tokens: int = _field(0, 20, ge=0)
@@ -281,6 +285,8 @@ class GenerationRequest(ModelRequest):
             raise invalid("logprob_token_ids", "cannot be combined with echo" if self.echo else "needs logprobs")
         if "stream_options" in self.model_fields_set and not self.stream:
             raise invalid("stream_options", "needs stream")
+        if self.infill != "best" and not self.suffix:
+            raise invalid("infill", "needs suffix")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "cannot be streamed")
         if self.exact:

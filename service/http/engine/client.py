@@ -11,7 +11,6 @@ import itertools
 import logging
 import math
 import time
-import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,7 +219,7 @@ class EngineClient:
             sequence.worker = HOMELESS
 
     def _run_again(self, generation: Generation, sequence: SequenceState) -> None:
-        """Of a sequence without a worker: run it from its beginning, if that has not failed too often."""
+        """Run a sequence that lost its worker again, at most MAX_RUNS times."""
         id = sequence.submit.id
         if id not in self._running or sequence.worker != HOMELESS:  # it has ended, or found a worker
             return
@@ -233,20 +232,8 @@ class EngineClient:
             self._received_delta(Delta(id, [], "error"), time.monotonic())
             return
         sequence.submit.must_run = True
-        sequence.replay_left = sequence.logprobs_replay_left = sequence.num_completion_tokens
-        sequence.replay_checksum = 0
-        sequence.prompt_replay_left = sequence.num_prompt_logprobs
-        sequence.answers_replay_left = sequence.num_answers
+        sequence.begin_again()
         self._send(generation, sequence)
-
-    def _replay(self, sequence: SequenceState, text: str) -> int:
-        """How many of these characters had arrived before the sequence lost its worker; fails it if others had."""
-        count = min(len(text), sequence.replay_left)
-        sequence.replay_left -= count
-        sequence.replay_checksum = zlib.crc32(text[:count].encode(), sequence.replay_checksum)
-        if not sequence.replay_left and sequence.replay_checksum != sequence.checksum:
-            self._diverged(sequence)
-        return count
 
     def _diverged(self, sequence: SequenceState) -> None:
         """The text that arrived, and may have been sent to the client, is not the one that the new worker gave."""
@@ -353,7 +340,9 @@ class EngineClient:
                 continue
             generation, sequence = running
             if sequence.replay_left:
-                skipped = self._replay(sequence, text[start:end])
+                skipped = sequence.skip_text(text[start:end])
+                if sequence.has_diverged:
+                    self._diverged(sequence)
                 start, count = start + skipped, count - skipped
                 if not count or sequence.finish_reason is not None:
                     continue
@@ -421,14 +410,7 @@ class EngineClient:
         if delta.finish_reason in ("stop", "length") and sequence.replay_left:
             self._diverged(sequence)
             return
-        if delta.logprobs is not None and sequence.logprobs_replay_left:
-            sequence.logprobs_replay_left -= len(delta.logprobs.take(sequence.logprobs_replay_left))
-        if delta.prompt_logprobs is not None and sequence.prompt_replay_left:
-            sequence.prompt_replay_left -= len(delta.prompt_logprobs.take(sequence.prompt_replay_left))
-        if delta.answers and sequence.answers_replay_left:
-            skipped = min(len(delta.answers), sequence.answers_replay_left)
-            sequence.answers_replay_left -= skipped
-            delta.answers = delta.answers[skipped:]
+        sequence.skip_rest(delta)
         if delta.finish_reason is not None:
             self._end(delta.id)
             if self._full and (full := self._full.get(sequence.submit.client)) is not None:

@@ -79,6 +79,38 @@ class SequenceState:
     finish_reason: FinishReason | None = None
     first_token_seconds: float | None = None  # None: no character was written
 
+    # -- run again, as its worker was lost --
+
+    def begin_again(self) -> None:
+        """Everything that has arrived comes again, to be dropped."""
+        self.replay_left = self.logprobs_replay_left = self.num_completion_tokens
+        self.replay_checksum = 0
+        self.prompt_replay_left = self.num_prompt_logprobs
+        self.answers_replay_left = self.num_answers
+
+    def skip_text(self, text: str) -> int:
+        """How many of these characters have arrived before."""
+        count = min(len(text), self.replay_left)
+        self.replay_left -= count
+        self.replay_checksum = zlib.crc32(text[:count].encode(), self.replay_checksum)
+        return count
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the text that came again is another one than before; known once all of it has come."""
+        return not self.replay_left and self.replay_checksum != self.checksum
+
+    def skip_rest(self, delta: Delta) -> None:
+        """Take from a delta what has arrived before, beside text."""
+        if delta.logprobs is not None and self.logprobs_replay_left:
+            self.logprobs_replay_left -= len(delta.logprobs.take(self.logprobs_replay_left))
+        if delta.prompt_logprobs is not None and self.prompt_replay_left:
+            self.prompt_replay_left -= len(delta.prompt_logprobs.take(self.prompt_replay_left))
+        if delta.answers and self.answers_replay_left:
+            skipped = min(len(delta.answers), self.answers_replay_left)
+            self.answers_replay_left -= skipped
+            delta.answers = delta.answers[skipped:]
+
 
 def _tried(drawn: Drawn) -> str:
     return f"{drawn.matches} of {plural(drawn.candidates, 'candidate')} matched"

@@ -1,11 +1,13 @@
-"""best_of and suffix: sample candidates, rank them, answer with the best. exact: fill up with masked answers."""
+"""best_of and suffix: sample candidates, answer with some of them. exact: fill up with masked answers."""
 
 from __future__ import annotations
 
 import math
+import random
 
 import msgspec
 
+from service.constrain.automaton import Automaton
 from service.http.answering.pause import Pause
 from service.http.api.bodies import GenerationRequest
 from service.http.engine.lease import MAX_CUTS
@@ -55,22 +57,37 @@ async def exact_or_masked(service: Service, request: Request, submits: list[Subm
 
 
 async def infill(
-    service: Service, request: Request, submits: list[Submit], n: int, candidates: int, suffix: list[int], echo: Echo
+    service: Service,
+    request: Request,
+    submits: list[Submit],
+    n: int,
+    candidates: int,
+    suffix: list[int],
+    echo: Echo,
+    is_drawn: bool,
 ) -> list[Piece]:
-    """The `n` texts of each prompt after which the suffix is likeliest.
+    """The `n` texts of each prompt after which the suffix is likeliest, or `n` draws in proportion to its likelihood.
 
-    Each candidate is also cut where the suffix's first character is likeliest to come next; all are ranked by
-    log p(suffix | prompt, middle).
+    Each candidate is also cut where the suffix's first character is likeliest to come next, if the text before it
+    matches the request's pattern. The likelihood is p(suffix | prompt, middle). A draw weighs samples of
+    p(middle | prompt) with it (sampling importance resampling: Rubin 1987).
     """
     model = request.model
     assert model is not None
     timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
+    first, pattern = submits[0], None
+    if first.constraint is not None and first.may_leave and not first.constrains_first:  # of a regex or choice
+        pattern = Automaton.unpack(first.constraint)
     for submit in submits:
         submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None
     sampled = await service.start(request, submits).whole()
     if request.client_left:
         return []
-    middles = [middle for piece in sampled for middle in _cut(piece, submits[piece.number].min_tokens)]
+    middles, pause = [], Pause()
+    for piece in sampled:
+        ends = None if pattern is None else pattern.match_lengths(model.tokenizer.encode(piece.text))
+        middles += _cut(piece, submits[piece.number].min_tokens, ends)
+        await pause.if_due()
     scoring: dict[tuple[int, str], Submit] = {}  # (prompt, text): equal texts are scored once, and alike
     for middle in middles:
         submit = submits[middle.number]
@@ -83,21 +100,37 @@ async def infill(
     await generation.whole()
     scores = {key: sum(floats(generation.prompt_logprobs(i).values)) for i, key in enumerate(scoring)}
     ranked = [(scores[middle.number // candidates, middle.text], middle) for middle in middles]
-    best = _best(ranked, n, candidates)
+    chosen = _drawn(ranked, submits, n, candidates) if is_drawn else _best(ranked, n, candidates)
     if echo:  # each prompt's text, `candidates` times
-        best = [
-            msgspec.structs.replace(piece, text=echo[piece.number // n * candidates] + piece.text) for piece in best
+        chosen = [
+            msgspec.structs.replace(piece, text=echo[piece.number // n * candidates] + piece.text) for piece in chosen
         ]
-    return best
+    return chosen
 
 
-def _cut(piece: Piece, min_tokens: int) -> list[Piece]:
-    """A candidate as it is, and cut where the suffix is likely to begin."""
+def _cut(piece: Piece, min_tokens: int, ends: set[int] | None) -> list[Piece]:
+    """A candidate as it is, and cut where the suffix is likely to begin. ends: lengths that match; None: all."""
     # Of the suffix's first character at each position.
     chances = floats(piece.logprobs.top_values) if piece.logprobs is not None else []
-    cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -round(chances[i], 4))[:MAX_CUTS]
+    possible = [i for i in range(min_tokens, len(chances)) if ends is None or i in ends]
+    cuts = sorted(possible, key=lambda i: -round(chances[i], 4))[:MAX_CUTS]
     whole = msgspec.structs.replace(piece, logprobs=None)
     return [whole, *(msgspec.structs.replace(whole, text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]
+
+
+def _drawn(ranked: list[tuple[float, Piece]], submits: list[Submit], n: int, num_candidates: int) -> list[Piece]:
+    """n of each prompt's candidates, each drawn in proportion to the exponential of its score; renumbered."""
+    by_prompt: dict[int, list[tuple[float, Piece]]] = {}
+    for score, piece in ranked:
+        by_prompt.setdefault(piece.number // num_candidates, []).append((score, piece))
+    drawn: list[Piece] = []
+    for prompt, candidates in sorted(by_prompt.items()):
+        highest = max(score for score, _ in candidates)
+        weights = [math.exp(score - highest) for score, _ in candidates]
+        chance = random.Random(submits[prompt * num_candidates].sampling.seed)
+        chosen = chance.choices([piece for _, piece in candidates], weights, k=n)
+        drawn += [msgspec.structs.replace(piece, number=prompt * n + i) for i, piece in enumerate(chosen)]
+    return drawn
 
 
 def _best(ranked: list[tuple[float, Piece]], n: int, num_candidates: int) -> list[Piece]:

@@ -93,11 +93,12 @@ async def _answer(
     shared = _shared(service, model, body, seeds[0], candidates)
     if body.min_tokens or any(_patterns(body)):
         service.hold(request, body, num_given + len(suffix))
-        await _constrain(request.client, model, body, shared)
+        await _constrain(request.client, model, body, shared, bool(suffix))
     if body.exact:
         shared.draw, candidates = _draw(service, request.client, body, prompts), 1
     submits = _submits(model, body, shared, prompts, seeds, candidates)
-    if model.record_end is not None and not body.ignore_eos:
+    is_whole_match = body.regex is not None or body.choice is not None  # not a record, before a suffix
+    if model.record_end is not None and not body.ignore_eos and not (suffix and is_whole_match):
         await _begin_records(request.client, model, body, submits)
     scoring = _prompt_scoring(model, body, submits[::candidates])
     rankings = candidates * len(prompts) if suffix else 0
@@ -112,7 +113,7 @@ async def _answer(
     form = form_class(request, encoder, seeds, body, prompts)
     pieces: Pieces
     if suffix:
-        pieces = infill(service, request, submits, body.n, candidates, suffix, echo)
+        pieces = infill(service, request, submits, body.n, candidates, suffix, echo, body.infill == "draw")
     elif body.mask_rest:
         pieces = exact_or_masked(service, request, submits, body.n)
     elif candidates > body.n:
@@ -242,8 +243,8 @@ async def _then_score(
     return complete
 
 
-async def _constrain(client: str, model: Model, body: GenerationRequest, submit: Submit) -> None:
-    """Set the patterns that a request asks for."""
+async def _constrain(client: str, model: Model, body: GenerationRequest, submit: Submit, is_infill: bool) -> None:
+    """Set the patterns that a request asks for. is_infill: a suffix follows."""
     allowed, end = None, None if body.ignore_eos or not body.max_tokens else model.record_end
     if body.allowed_characters is not None:
         unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in model.tokenizer]
@@ -261,6 +262,9 @@ async def _constrain(client: str, model: Model, body: GenerationRequest, submit:
     if body.regex is not None or body.choice is not None:
         param = "regex" if body.choice is None else "choice"
         pattern, words = body.regex or tuple(body.choice or ()), tuple(body.bad_words or ())
+        if is_infill and end is not None:  # the record goes on after the answer
+            allowed = (frozenset(model.tokenizer.characters) if allowed is None else allowed) - {"\n"}
+            end = None
         its_last = None if end is None else "\n"
         constraint = await model.patterns.compile(client, param, pattern, allowed, its_last, words)
         # The line break that ends a record is no part of the answer, as a rule.
