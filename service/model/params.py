@@ -1,7 +1,7 @@
 """The sampling parameters, each with its bounds and its meaning, stated once.
 
 The HTTP schema takes its fields from here (service/http/api/bodies.py), a frame carries them as they are
-(service/wire.py), and sampling.py computes with them: a new parameter touches this file and sampling.py.
+(service/wire.py), and sampling.py computes with them. native.cpp and cuda.py compute with them too.
 Loads without torch.
 """
 
