@@ -1,8 +1,8 @@
 """The sampling parameters, with the bounds and the meaning of each.
 
 service/http/api/bodies.py takes the fields of the HTTP schema from here, and service/wire.py sends them to a worker.
-sampling.py and the native engine (native.py, native.cpp) sample with them. A new parameter also needs a field in
-bodies.py and a flag in training/__main__.py and sample.py. This module loads without torch.
+sampling.py (also for cuda.py) and native.cpp sample with them. A new parameter also needs a field in bodies.py and a
+flag in training/__main__.py and sample.py. This module loads without torch.
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ async def attention(service: Service, request: Request) -> None:
     encoder = Encoder(service, model, body)
     ids = await encoder.encode(body.text, "text")
     if model.record_end is not None:
-        ids = begun(model, ids, "text")[:limit]
+        ids = begun(model, ids, "text")
+        if len(ids) > limit:
+            raise invalid("text", f"at most {limit - 1} characters after the mark that begins a record, got {limit}")
     layers = range(config.n_layer) if body.layer is None else [body.layer]
     heads = range(config.n_head) if body.head is None else [body.head]
     # The matrices that are kept, and those of a layer during its computation.
