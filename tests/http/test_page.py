@@ -121,7 +121,7 @@ def test_files_are_small_cached_by_etag_and_sent_with_a_strict_policy(server):
         assert (head.status_code, head.headers["etag"], head.content) == (200, answer.headers["etag"], b"")
         text = answer.text.replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|innerHTML|<style|style=|\son[a-z]+=|localStorage|sessionStorage", text), path
-    assert total < 80 << 10
+    assert total < 90_000
     for path in ("page/", "page/nothing.js", "page/%2e%2e/page.py"):
         assert web.get(f"{server.url}/{path}").status_code == 404
 
@@ -197,8 +197,77 @@ def test_hover_shows_alternatives_and_a_click_branches(visit, server):
     seed = int(re.search(r"seed (\d+)", page.locator(".foot").inner_text())[1])
     (branch,) = generate(server, prompt="GLOUCESTER:\n" + kept, max_tokens=80, seed=seed)
     assert text == kept + branch["text"]
-    page.get_by_role("button", name="Undo the branch").click()
+    page.click("#undo")
     assert texts(page) == [choice["text"]]
+
+
+def test_continue_takes_the_answer_into_the_text_and_undo_takes_it_back(visit, server):
+    page = visit()
+    (first,) = write(page, max_tokens=40, seed=2)
+    page.get_by_role("button", name="Continue").press("Enter")
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
+    expect(page.locator("#prompt")).to_have_value("GLOUCESTER:\n" + first)
+    expect(page.locator("#seed")).to_have_value("3")
+    (more,) = generate(server, prompt="GLOUCESTER:\n" + first, max_tokens=40, seed=3)
+    assert texts(page) == [first + more["text"]]
+    expect(page.locator("#panes .written")).to_be_focused()
+    link = copied(page, "#share")
+    again = visit(url=link)
+    expect(again.locator("#summary")).to_have_text(re.compile("^Done"))
+    assert texts(again) == [more["text"]]
+    assert len(write(page, n=3)) == 3
+    page.get_by_role("button", name="Continue").nth(1).click()
+    expect(page.locator("#panes .written")).to_have_count(3)
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
+    assert [len(text) for text in texts(page)] == [80] * 3
+    for panes, seed in ((3, "3"), (1, "3"), (1, "2")):
+        page.click("#undo")
+        expect(page.locator("#panes .written")).to_have_count(panes)
+        expect(page.locator("#seed")).to_have_value(seed)
+    expect(page.locator("#prompt")).to_have_value("GLOUCESTER:\n")
+    assert texts(page) == [first]
+
+
+def test_a_failed_write_leaves_the_last_text(visit):
+    page = visit(may_fail=True)
+    kept = write(page, max_tokens=40, seed=2)
+    fill(page, prompt="café")
+    page.click("#go")
+    expect(page.locator("#write-error")).to_contain_text("“é”")
+    assert texts(page) == kept
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
+    expect(page.locator("#prompt")).to_have_value("café")  # to be mended
+    assert page.locator("#write .editor mark").all_text_contents() == ["é"]
+    page.route("**/generate", lambda route: route.abort())
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator("#write-error")).to_have_text(re.compile("^The server does not answer"))
+    assert texts(page) == kept
+    for name, value in {"prompt": "café", "seed": "2"}.items():
+        expect(page.locator(f"#{name}")).to_have_value(value)
+
+
+def test_two_temperatures_of_one_seed_stand_side_by_side(visit, server):
+    page = visit()
+    fill(page, temperature="0.5", second="1.5", max_tokens=60)
+    expect(page.locator("#n")).to_be_disabled()
+    found = write(page)
+    expect(page.locator("#panes p")).to_have_text(["Temperature 0.5", "Temperature 1.5"])
+    (seed,) = set(re.findall(r"seed (\d+)", page.locator("#panes").inner_text()))
+    expected = [
+        generate(server, max_tokens=60, seed=int(seed), temperature=temperature)[0]["text"] for temperature in (0.5, 1.5)
+    ]
+    assert found == expected and len(set(expected)) == 2
+    done = subprocess.run([sys.executable, "-c", copied(page, "#copy-python")], capture_output=True, check=True)
+    assert done.stdout.decode() == "".join(f"{text}\n" for text in expected)
+    again = visit(url=copied(page, "#share"))
+    expect(again.locator("#summary")).to_have_text(re.compile("^Done"))
+    assert texts(again) == expected
+    page.locator("#panes span[data-c]").nth(60 + 20).hover()
+    page.locator("#peek button").nth(1).click()
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
+    left, right = texts(page)
+    assert left == expected[0] and len(right) == 81
+    expect(page.locator("#panes p")).to_have_text(["Temperature 0.5", "Temperature 1.5"])
 
 
 def test_alternatives_and_tabs_by_keyboard(visit):
@@ -338,7 +407,7 @@ def test_heat_maps_show_the_weights_of_the_service(visit, server):
         "Scale": [f"√32 = {32**0.5:.2f}"],
         "Mask": [f"{size - 10}"],
         "Softmax": ["1.00"],
-        "Values": ["32 numbers", "all 10 added up"],
+        "Values": ["32 numbers", "sum of all 10"],
         "Heads": ["layer 3"],
         "Next": [f"{it['character'].strip() or '␣'} {percent(it['probability'])}" for it in likely[:5]],
     }.items():
@@ -571,21 +640,28 @@ def test_a_model_of_records_lists_twenty_at_a_time(visit, several):
     page.select_option("#model", "records")
     expect(page.locator("#name")).to_have_text("records")
     expect(page.locator("#prompt").locator("xpath=../..").locator("label")).to_have_text("Begin a record with")
+    items = page.locator("#records code")
+    expect(items).to_have_count(20)  # when it opens
     fill(page, prompt="a", seed=1, max_tokens=3)
     page.click("#twenty")
-    items = page.locator("#records code")
+    expect(items.first).to_have_text(re.compile("^a.?.?.?$"))  # another prompt, another list
     expect(items).to_have_count(20)
     page.click("#twenty")
     expect(items).to_have_count(40)
     options = {"model": "records", "prompt": "a", "max_tokens": 3, "n": 20}
     expected = ["a" + choice["text"] for seed in (1, 21) for choice in generate(several, seed=seed, **options)]
     assert items.all_text_contents() == expected and len(set(expected)) < 40
-    page.fill("#matching", "a[ab]*")
-    matching = [text for text in expected if re.fullmatch("a[ab]*", text)]
-    assert page.locator("#records .match code").all_text_contents() == matching != []
-    note = f"40 records, {40 - len(set(expected))} repeated, {len(matching)} match."
+    page.fill("#matching", "a[ab]")
+    matches = [found for text in expected for found in re.findall("a[ab]", text)]
+    assert page.locator("#records mark").all_text_contents() == matches != []
+    count = sum(bool(re.search("a[ab]", text)) for text in expected)
+    note = f"40 records, {40 - len(set(expected))} repeated, {count} with a match."
     expect(page.locator("#list-note")).to_have_text(note)
     assert copied(page, "#copy-list").split() == expected
+    page.uncheck("#certainty")
+    (record,) = write(page)
+    assert record == expected[0][1:]
+    assert page.get_by_role("button", name="Continue").count() == (len(record) == 3), "a record that has ended"
     page.fill("#matching", "a(")
     expect(page.locator("#list-note")).to_contain_text("Invalid regular expression")
     page.click("#tab-read")  # begins with one of its records
