@@ -253,9 +253,8 @@ def test_two_temperatures_of_one_seed_stand_side_by_side(visit, server):
     found = write(page)
     expect(page.locator("#panes p")).to_have_text(["Temperature 0.5", "Temperature 1.5"])
     (seed,) = set(re.findall(r"seed (\d+)", page.locator("#panes").inner_text()))
-    expected = [
-        generate(server, max_tokens=60, seed=int(seed), temperature=temperature)[0]["text"] for temperature in (0.5, 1.5)
-    ]
+    options = {"max_tokens": 60, "seed": int(seed)}
+    expected = [generate(server, temperature=it, **options)[0]["text"] for it in (0.5, 1.5)]
     assert found == expected and len(set(expected)) == 2
     done = subprocess.run([sys.executable, "-c", copied(page, "#copy-python")], capture_output=True, check=True)
     assert done.stdout.decode() == "".join(f"{text}\n" for text in expected)

@@ -184,6 +184,15 @@ export class Editor {
     this.suggested = area.value; // with line breaks as it has them
   }
 
+  set(text) {
+    // In place of what is there: of a suggestion it makes another one.
+    const { area } = this, isSuggested = area.value === this.suggested;
+    area.value = text;
+    if (isSuggested) this.suggested = area.value;
+    area.scrollTop = area.scrollHeight;
+    this.mark([]);
+  }
+
   mark(offsets) {
     const bad = new Set(offsets);
     this.copy.replaceChildren(...(bad.size ? [...this.area.value].map((c, i) => (bad.has(i) ? h("mark", { textContent: c }) : c)) : []));

@@ -135,7 +135,11 @@ function keep(changes = {}) {
     past.push({ panes, lastSeed, summary: $("summary").textContent, fields: Object.keys(changes).map((name) => [name, $(name).value]) });
     if (past.length > MAX_PAST) past.shift();
   }
-  for (const [name, value] of Object.entries(changes)) $(name).value = value;
+  put(Object.entries(changes));
+}
+
+function put(fields) {
+  for (const [name, value] of fields) name === "prompt" ? editor.set(value) : ($(name).value = value);
   refresh();
 }
 
@@ -144,11 +148,10 @@ function undo() {
   running = null;
   $("stop").disabled = true;
   const last = past.pop() ?? { panes: [], lastSeed: null, summary: "", fields: [] };
-  for (const [name, value] of last.fields) $(name).value = value;
   lastSeed = last.lastSeed;
   $("summary").textContent = last.summary;
   place(last.panes);
-  refresh();
+  put(last.fields);
 }
 
 async function stream(requests) {
