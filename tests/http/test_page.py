@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 import signal
 import subprocess
@@ -367,6 +368,17 @@ def test_surprise_is_that_of_the_service(visit, server):
     spans.nth(worst).hover()
     expect(page.locator("#peek .row").nth(7)).to_be_visible()
     assert page.locator("#peek button").count() == 0
+    losses = web.get(f"{server.url}/info").json()["model"]["training"]["losses"]
+    usual = {name: f"{losses[name] / math.log(2):.2f}" for name in ("whole", "bigram")}
+    numbers, verdict = page.locator("#read-numbers"), page.locator("#read-verdict")
+    expect(numbers).to_contain_text(
+        f"Validation text{usual['whole']}Validation text, by counting pairs{usual['bigram']}"
+    )
+    expect(verdict).to_have_text(re.compile("^This text surprises the model more than its validation text"))
+    page.fill("#text", "zxqj vvkz, qqx")
+    expect(verdict).to_contain_text("Counting pairs of characters predicts")
+    page.fill("#text", "KING RICHARD III:\nWhat is the matter?\n\n" * 3)
+    expect(verdict).to_have_text(re.compile("^This text surprises the model less than its validation text"))
 
 
 # -- attend --
@@ -398,6 +410,7 @@ def test_heat_maps_show_the_weights_of_the_service(visit, server):
     expect(page.locator("#map-note")).to_have_text(
         re.compile(f"Layer 3, head 2: “J” looks at “{answer['text'][best].strip() or '.'}”")
     )
+    expect(page.locator("#map-legend")).to_have_text(re.compile("^The stronger the colour, the larger the weight"))
     said = page.locator("#step")
     likely = web.post(f"{server.url}/v1/next", json={"prompt": text[:10]}).json()["data"][0]["distribution"]
     for name, numbers in {
@@ -493,9 +506,21 @@ def test_key_busy_gone_and_back_behind_a_prefix(visit, tmp_path):
 
 @pytest.mark.tools
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_violation(visit, scheme):
-    page = visit(color_scheme=scheme, reduced_motion="reduce")
-    write(page, max_tokens=200, seed=1, temperature="1.5")
+def test_axe_finds_no_violation(visit, several, scheme):
+    page = visit(url=several.url + "/", color_scheme=scheme, reduced_motion="reduce")
+
+    def check():
+        found = Axe().run(page).response["violations"]
+        assert not found, [(it["id"], [node["html"][:120] for node in it["nodes"][:3]]) for it in found]
+
+    page.select_option("#model", "records")
+    expect(page.locator("#records code")).to_have_count(20)
+    page.fill("#matching", "a")
+    expect(page.locator("#records mark").first).to_be_attached()
+    check()
+    page.select_option("#model", "plays")
+    expect(page.locator("#prompt")).to_have_value("GLOUCESTER:\n")
+    write(page, max_tokens=200, seed=1, temperature="1.5", second="0.5")
     for details in page.locator("#write details summary").all():
         details.click()
     page.locator("#panes .written span[data-c]").nth(30).hover()
@@ -506,8 +531,7 @@ def test_axe_finds_no_violation(visit, scheme):
             page.click(pressed)
         if pressed in shown:
             expect(page.locator(shown[pressed]).first).to_be_visible()
-        found = Axe().run(page).response["violations"]
-        assert not found, [(it["id"], [node["html"][:120] for node in it["nodes"][:3]]) for it in found]
+        check()
 
 
 def test_a_phone_scrolls_in_one_direction_only(visit):
@@ -541,7 +565,7 @@ def several(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name, characters, about in (
         ("dna", "ACGT", {"example_prompt": "GATTACA"}),
-        ("other", "\nROME:一二", {"example_prompt": "一二"}),
+        ("other", "\nROME:一二\t \x1b\u00ad", {"example_prompt": "一二"}),
         ("prose", "".join(VOCABULARY), {"example_prompt": "Dear "}),
         ("records", "\nabc", {"recipe": {"records": True}}),
     ):
@@ -562,6 +586,8 @@ def test_a_vocabulary_of_four_characters_is_enough_for_every_view(visit, several
     (example,) = generate(several, model="dna", prompt="GATTACA", max_tokens=100, seed=7, temperature=1)
     expect(page.locator("#text")).to_have_value("GATTACA" + example["text"])
     expect(page.locator("#read-text span[data-c]")).to_have_count(107)
+    expect(page.locator("#read-numbers dt")).to_have_count(3)  # nothing is known of its losses
+    expect(page.locator("#read-verdict")).to_be_empty()
     page.click("#tab-attend")
     expect(page.locator("#short")).to_have_value("GATTACA" + example["text"][:1])
     expect(page.locator("#attend-error")).to_be_empty()
@@ -585,6 +611,11 @@ def test_each_of_several_models_is_asked_by_its_name_and_suggests_its_own_text(v
     expect(page.locator("#name")).to_have_text("other")
     expect(page.locator("#prompt")).to_have_value("一二")
     expect(page.locator("#panes .said")).to_have_text("一二")  # its example, in place of the plays
+    page.click("#more-vocabulary summary")
+    expect(page.locator("#more-vocabulary summary")).to_have_text("The 12 characters that the model knows")
+    vocabulary = web.get(f"{several.url}/info?model=other").json()["model"]["vocabulary"]
+    readable = {"\n": "↵ line break", "\t": "⇥ tab", " ": "␣ space", "\x1b": "␛ U+001B", "\xad": "U+00AD"}
+    expect(page.locator("#vocabulary span")).to_have_text([readable.get(c, c) for c in vocabulary])
     expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
     expected = [choice["text"] for choice in generate(several, model="other", prompt="一二", **options)]
     assert write(page) == expected
@@ -666,6 +697,23 @@ def test_a_model_of_records_lists_twenty_at_a_time(visit, several):
     page.click("#tab-read")  # begins with one of its records
     (example,) = generate(several, model="records", prompt="", max_tokens=100, seed=7)
     expect(page.locator("#text")).to_have_value(example["text"])
+
+
+def test_records_of_several_lines_are_shown_and_copied_as_such(visit, several):
+    page = visit(url=several.url + "/")
+    page.select_option("#model", "records")
+    expect(page.locator("#records code")).to_have_count(20)
+    choice = {"logprobs": {"token_logprobs": [-1.0]}}
+    answer = {"choices": [choice | {"text": text} for text in ("ab\nb", "<b>\n\nba")], "chargpt": {"exact": None}}
+    page.route("**/generate", lambda route: route.fulfill(json=answer))
+    fill(page, max_tokens=9)
+    page.click("#twenty")
+    expect(page.locator("#records code")).to_have_count(2)
+    assert page.locator("#records code").all_inner_texts() == ["ab\nb", "<b>\n\nba"]
+    page.fill("#matching", "^b")  # as a search does, at the beginning of each line
+    expect(page.locator("#records mark")).to_have_text(["b", "b"])
+    expect(page.locator("#list-note")).to_have_text("2 records, 0 repeated, 2 with a match.")
+    assert copied(page, "#copy-list") == "ab\nb\n\n<b>\n\nba\n\n"
 
 
 # -- a page of others --

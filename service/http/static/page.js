@@ -142,7 +142,7 @@ async function load() {
     ["vocabulary", `${number([...vocabulary].length)} characters`],
     ["learned from", data.name && `${data.name}, ${data.records ? `${number(data.records)} records` : `${number(data.characters)} characters`}`],
     ["validation loss", loss("whole")],
-    ["loss of counting pairs of characters", loss("bigram")],
+    ["loss by counting pairs", loss("bigram")],
     ["checkpoint", hash.slice(0, 16)],
     ["runs on", `${info.backend}, ${info.dtype}, ${info.devices.join(", ")}`],
   ].filter(([, value]) => value);

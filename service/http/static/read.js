@@ -34,11 +34,11 @@ async function score(signal) {
       ...row("Like a choice among", `${perplexity.toFixed(1)} characters each time`));
     $("read-verdict").textContent = verdict(bits, usual);
     const worst = Math.max(...each), at = each.indexOf(worst), c = [...text][at];
-    $("read-note").textContent = `Least expected: ${c === undefined ? "the end" : `“${shown(c)}”`} after “${[...text].slice(Math.max(0, at - 12), at).map(shown).join("")}”, ${percent(Math.exp(-worst))}.`;
+    $("read-note").textContent = `Least expected: ${c === undefined ? "the end" : `“${shown(c)}”`} ${at ? `after “${[...text].slice(Math.max(0, at - 12), at).map(shown).join("")}”` : "at the beginning"}, ${percent(Math.exp(-worst))}.`;
   } catch (error) { editor.fail(Failure.of(error)); }
 }
 
-const YARDSTICKS = { whole: "the model's validation text", bigram: "the same, by counting pairs of characters" };
+const YARDSTICKS = { whole: "Validation text", bigram: "Validation text, by counting pairs" };
 
 function verdict(bits, { whole, bigram }) {
   if (whole === undefined) return "";

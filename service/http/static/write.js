@@ -363,7 +363,7 @@ export function useModel({ limits, model }, isLinked) {
   $("top_k").max = [...model.vocabulary].length;
   const { vocabulary } = model;
   $("more-vocabulary").firstElementChild.textContent = `The ${number([...vocabulary].length)} characters that the model knows`;
-  $("vocabulary").replaceChildren(...[...vocabulary].map((c) => h("span", { textContent: named(c) === c ? c : `${shown(c)} ${named(c)}` })));
+  $("vocabulary").replaceChildren(...[...vocabulary].map((c) => h("span", { textContent: [...new Set([shown(c), named(c)])].join(" ") })));
   hasEnds = model.records;
   if (!isLinked) editor.suggest(model.example_prompt);
   $("prompt").labels[0].textContent = model.records ? "Begin a record with" : "Begin with";
