@@ -486,7 +486,7 @@ def test_export_refuses_unknown_formats_and_missing_packages(checkpoint, tmp_pat
     assert "invalid choice: 'pickle' (choose from" in error_of(*command, "pickle", code=2)
     monkeypatch.setitem(sys.modules, "gguf", None)
     error = error_of(*command, "gguf")
-    assert re.fullmatch(r"error: --to gguf needs the package gguf: \S+ -m pip install -e '.\[export\]'\n", error)
+    assert re.fullmatch(r"error: --to gguf needs the package gguf: \S+ -m pip install 'chargpt\[export\]'\n", error)
     assert not (tmp_path / "model").exists()
     (checkpoint / "model.safetensors").unlink()
     assert "model.safetensors: cannot be read: No such file" in error_of(*command, "gguf")
