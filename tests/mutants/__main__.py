@@ -1,0 +1,126 @@
+"""`make mutants`: breaks one line of the project at a time, in a copy, and runs the tests that must notice.
+
+list.toml names the changes. A change that no test notices has survived, and fails the run. The tests must pass in the
+unchanged copy first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+LIBRARIES = ("service/engine/_native_*.so", "training/_fused_*.so")
+SECONDS = 60  # in which one change must be noticed
+PASSED, FAILED = 0, 1  # pytest's exit statuses; others are no verdict on a change
+
+
+class Mutant(NamedTuple):
+    file: str
+    old: str  # occurs exactly once in the file
+    new: str
+    tests: str  # a node of pytest
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.old.strip()} → {self.new.strip() or 'nothing'}"
+
+    def applied(self, folder: Path) -> str:
+        """The changed content of the file. Raises ValueError: the text occurs never, or more than once."""
+        content = (folder / self.file).read_text(encoding="utf-8")
+        if content.count(self.old) != 1:
+            raise ValueError(f"{self.file} must have {self.old!r} once, has it {content.count(self.old)} times")
+        return content.replace(self.old, self.new)
+
+
+def listed() -> list[Mutant]:
+    tables = tomllib.loads(Path(__file__).with_name("list.toml").read_text(encoding="utf-8"))
+    return [Mutant(file, **entry) for file, entries in tables.items() for entry in entries]
+
+
+def in_rotation(mutants: list[Mutant], count: int, day: int) -> list[Mutant]:
+    """`count` of them, other ones each day, far apart in the list."""
+    step = -(-len(mutants) // count)
+    return mutants[day % step :: step]
+
+
+def copy_to(folder: Path) -> None:
+    """All files that git does not ignore, and the compiled libraries."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.split("\0")  # fmt: skip
+    libraries = [str(path.relative_to(ROOT)) for pattern in LIBRARIES for path in ROOT.glob(pattern)]
+    for name in filter(None, [*names, *libraries]):
+        if (ROOT / name).is_file():  # not deleted
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", folder / "service", folder / "training"], check=True)
+
+
+def run(folder: Path, tests: Iterable[str], seconds: float) -> tuple[int | None, str]:
+    """The exit status of pytest, None beyond the time; and its last lines."""
+    # Bytecode is of the unchanged sources. Hypothesis draws the same examples each time.
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "CI": "true"}
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "tools or not tools"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        with contextlib.suppress(ProcessLookupError):  # servers that a failed test has left too
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        output.seek(0)
+        return status, "".join(output.readlines()[-12:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--rotate", type=int, metavar="N", help="try N of the changes, other ones each day")
+    parser.add_argument("--only", default="", metavar="TEXT", help="try the changes whose file or text contains TEXT")
+    arguments = parser.parse_args()
+    mutants = [mutant for mutant in listed() if arguments.only in f"{mutant} {mutant.tests}"]
+    if arguments.rotate:
+        mutants = in_rotation(mutants, arguments.rotate, datetime.date.today().toordinal())
+    started, survivors = time.monotonic(), 0
+    with tempfile.TemporaryDirectory(prefix="chargpt-mutants-") as name:
+        folder = Path(name)
+        copy_to(folder)
+        tests = sorted({mutant.tests for mutant in mutants})
+        status, output = run(folder, tests, 30 * SECONDS)
+        if status != PASSED:
+            print(f"{output}\nmake mutants: the tests must pass before a change", file=sys.stderr)
+            return 2
+        for number, mutant in enumerate(mutants, 1):
+            began, file = time.monotonic(), folder / mutant.file
+            file.write_text(mutant.applied(folder), encoding="utf-8")
+            status, output = run(folder, [mutant.tests], SECONDS)
+            shutil.copy2(ROOT / mutant.file, file)  # its time too, which its bytecode has
+            verdict = {PASSED: "SURVIVED", FAILED: "found", None: "found by a hang"}.get(status, f"status {status}")
+            print(f"{number:3}/{len(mutants)} {verdict:9} {time.monotonic() - began:4.0f} s  {mutant}", flush=True)
+            if status not in (FAILED, None):
+                survivors += 1
+                print(output, flush=True)
+    minutes, found = (time.monotonic() - started) / 60, len(mutants) - survivors
+    print(f"{found} of {len(mutants)} changes were found, in {minutes:.1f} minutes")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
