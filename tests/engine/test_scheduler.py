@@ -27,6 +27,7 @@ def sequence(id, prompt=3, max_tokens=5, **options):
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.text("abc", max_size=30))
 @example(["b", "ab"], "ab")  # the longest of those that end together, wherever it stands
 @example(["ab", "b"], "ab")
+@example(["aab"], "aaab")  # it begins again within itself
 def test_matcher_finds_the_first_stop_and_holds_the_longest_prefix(stops, text):
     matcher = StopMatcher(tuple(tuple(map(ord, s)) for s in stops))
     for end in range(1, len(text) + 1):
