@@ -120,10 +120,11 @@ def main() -> int:
             print(f"{output}\nmake mutants: the tests must pass before a change", file=sys.stderr)
             return 2
         for number, mutant in enumerate(mutants, 1):
-            began, file = time.monotonic(), folder / mutant.file
+            began, file, unchanged = time.monotonic(), folder / mutant.file, folder / "unchanged"
+            shutil.copy2(file, unchanged)  # its time too, which its bytecode has
             file.write_text(mutant.applied(folder), encoding="utf-8")
             status, output = run(folder, [mutant.tests])
-            shutil.copy2(ROOT / mutant.file, file)  # its time too, which its bytecode has
+            unchanged.replace(file)
             verdict = verdict_of(status, output)
             counts[verdict] += 1
             seconds = time.monotonic() - began
