@@ -112,8 +112,9 @@ def test_streamed_loss_equals_one_banded_forward(characters, monkeypatch):
     assert len(scored) > 1 or characters < 137  # a long piece, too, takes several forwards
 
 
-def test_a_sample_of_a_text_scores_stretches_with_the_context_of_the_whole(monkeypatch):
-    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 40)
+@pytest.mark.parametrize("at_once", [40, 20])  # characters: all of a stretch, or not
+def test_a_sample_of_a_text_scores_stretches_with_the_context_of_the_whole(monkeypatch, at_once):
+    monkeypatch.setattr("training.evaluate.BATCH_CHARS", at_once)
     model, ids = some_model(), np.random.default_rng(3).integers(0, 7, 400).astype(np.uint8)
     scores = sampled_scores(model, ids, 100, records=False)
     places = stretches(400, 100, model.config.block_size)
