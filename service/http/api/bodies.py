@@ -1,7 +1,7 @@
-"""The bodies of requests: each field's name, type, bounds, default and meaning, stated once and shown in /docs.
+"""The bodies of requests: the name, type, bounds, default and meaning of each field, which /docs shows.
 
-Pydantic models, which explain what is wrong with a field; reading.py decodes the JSON. Bounds that depend on the served
-model or the settings are checked by the routes.
+Pydantic models explain an invalid field. reading.py decodes the JSON. The routes check bounds that depend on the served
+model or the settings.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MAX_BIASES = 10_000
 MAX_BAD_WORDS = 256
 MAX_LOGPROB_IDS = 128
 MAX_ID = 2**31 - 1
-MAX_SEQUENCES = 10_000  # of a request, whatever the server's limit is
+MAX_SEQUENCES = 10_000  # maximum of a request, whatever the server's limit
 MAX_ATTENTION_CHARACTERS = 256
 
 Item = TypeVar("Item")
-# Validated up to the first error, as only that is reported.
+# Validated up to the first error, because only that is reported.
 List = Annotated[list[Item], Field(fail_fast=True)]
 Character = Annotated[str, Field(min_length=1, max_length=1)]
-# A text of the model's characters: this format stands for a pattern that would list thousands of them.
+# A text of the model's characters. This format replaces a pattern that would list thousands of them.
 Text = Annotated[str, Field(json_schema_extra={"format": "vocabulary"})]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 Pattern = Annotated[str, Field(min_length=1, json_schema_extra={"format": "regex"})]
@@ -66,13 +66,13 @@ def _sampling(name: str) -> Any:
 
 
 class Body(BaseModel):
-    """A request body. Invalid fields are refused; null means a field's default.
+    """A request body. Invalid fields are refused. null means the default of a field.
 
-    Unknown fields are named in the validation's context, a list, unless they are likely to be meant for known ones.
+    The validation's context, a list, gets the names of unknown fields, unless they are probably typos of known ones.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-    path: ClassVar[str] = ""  # of this body's fields, in errors
+    path: ClassVar[str] = ""  # prefix of this body's fields in errors
 
     @model_validator(mode="before")
     @classmethod
@@ -111,7 +111,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """How a stream reports usage."""
+    """Options for the usage in a stream."""
 
     path: ClassVar[str] = "stream_options."
 
@@ -326,7 +326,7 @@ class GenerationRequest(ModelRequest):
 
     @property
     def has_max_tokens(self) -> bool:
-        """Whether it was given."""
+        """True if the request has max_tokens."""
         return "max_tokens" in self.model_fields_set
 
     @property
