@@ -35,6 +35,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service import installing
 from service.observe.logs import LogFormat
 
 # Tiny Shakespeare; `make bundled` retrains it.
@@ -323,7 +324,7 @@ class Settings(BaseSettings):
         with contextlib.suppress(ModuleNotFoundError):  # of a parent package
             if find_spec(module) is not None:
                 return endpoint
-        raise ValueError(f"needs the extra tracing: pip install -e '.[tracing]' (module {module} not found)")
+        raise ValueError(f"needs the extra tracing (module {module} not found): {installing('tracing')}")
 
     @field_validator("cors_origins")
     @classmethod

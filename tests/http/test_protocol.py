@@ -189,6 +189,8 @@ def test_http_1_0_gets_no_chunks(server):
     *lines, last = events.strip().split(b"\n\n")
     assert len(lines) > 3 and all(line.startswith(b"data: {") for line in lines)
     assert last == b"data: [DONE]"
+    with sent(server.port, b"GET /livez HTTP/1.0\r\nConnection: keep-alive\r\n\r\n") as connection:
+        assert b"\r\nconnection: close\r\n" in connection.recv(1 << 16).lower()
 
 
 def test_pipelined_versions_are_told_apart(server):
