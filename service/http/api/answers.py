@@ -207,6 +207,10 @@ class Score(msgspec.Struct):
     nats_per_character: Annotated[float | None, about("null if nothing was scored, like the next two")]
     bits_per_character: float | None
     perplexity: Annotated[float | None, about("per character: e to the nats per character")]
+    unknown_characters: Annotated[
+        int | UnsetType,
+        about("of the text; absent if they are refused and the vocabulary has no unknown symbol"),
+    ] = UNSET
     rank: Annotated[int | UnsetType, about("among continuations: 1 is the likeliest")] = UNSET
     character_nats: Annotated[list[float | None] | UnsetType, about("null: the first character of a document")] = UNSET
 

@@ -10,7 +10,7 @@ from service.http.api.bodies import ModelRequest, Prompt
 from service.http.api.errors import ApiError, invalid
 from service.http.engine.model import Model
 from service.http.service import Service
-from service.model.tokenizer import UnknownCharacterError
+from service.model.tokenizer import UNKNOWN, UnknownCharacterError
 from service.words import plural
 
 MAX_LISTED = 20  # unknown characters that an error names
@@ -37,6 +37,13 @@ class Encoder:
         ids: list[int] = []
         await self._encode(text, param, index, ids.extend)
         return ids
+
+    async def encode_counting(self, text: str, param: str, index: int | None) -> tuple[list[int], int]:
+        """`encode`, and how many characters the model does not know; its unknown symbol in the text is one too."""
+        before = self.replaced + self.dropped
+        ids = await self.encode(text, param, index)
+        own = 0 if self.tokenizer.unknown_id is None else text.count(UNKNOWN)
+        return ids, self.replaced + self.dropped - before + own
 
     async def count(self, text: str, param: str) -> int:
         """Return the number of ids that `encode` would give. Raises the same."""
