@@ -1,7 +1,7 @@
 """Every setting of the service: a flag (`--max-queued-requests`) and a variable (`CHARGPT_MAX_QUEUED_REQUESTS`).
 
-Read once, by `python -m service`. A value of the wrong type or out of bounds ends the program with the setting's name,
-the value and what is allowed; so does a flag or a variable that no setting has.
+`python -m service` reads them once. The program ends with a message if a value has the wrong type or is out of bounds,
+or if a flag or a variable is unknown. The message has the setting's name, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service import installing
 from service.observe.logs import LogFormat
 
 # Tiny Shakespeare; `make bundled` retrains it.
@@ -42,12 +43,12 @@ BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
 
 PLACE = re.compile(r"(?:([A-Za-z0-9][A-Za-z0-9._:-]{0,63})=)?(.*)", re.DOTALL)  # --checkpoint NAME=DIR, or DIR
 
-# Variables of the prefix that are no settings: training, the deployment, tests and benchmarks read them.
+# Variables with the prefix that are not settings. Training, deployment, tests and benchmarks read them.
 NO_SETTINGS = frozenset(f"CHARGPT_{name}" for name in (
     "DATA_DIR", "IMAGE", "CPUS", "NATIVE_LIBRARY", "FUSED_LIBRARY", "REQUIRE", "CHAOS_SEED", "OPENAPI_CASES", "LM_EVAL",
     "LLAMA_CPP", "STUB_STEP_SECONDS",
 ))  # fmt: skip
-# LitServe's, and that of the page's examples for clients: whoever sets one expects that requests need a key.
+# LitServe's variable, and the one in the page's examples. Users who set one expect that requests need a key.
 API_KEY_VARIABLES = ("LIT_SERVER_API_KEY", "CHARGPT_API_KEY")
 
 # The Origin header as browsers send it: lower case, no path, no default port.
@@ -55,9 +56,9 @@ ORIGIN = re.compile(r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9.
 
 
 def cpus_per_worker(others: dict[str, Any]) -> int:
-    """All CPUs, divided among the inference processes. HTTP processes take theirs from them as they need it.
+    """Return all CPUs divided by the number of inference processes. HTTP processes share the same CPUs.
 
-    With 2 CPUs, from 1 to 128 clients and answers of 1 to 128 characters, nothing was faster with one left free.
+    With 2 CPUs, 1 to 128 clients and answers of 1 to 128 characters, no case was faster with one CPU left free.
     """
     workers = others.get("devices", 1) * others.get("workers_per_device", 1)
     return max(1, available_cpus() // workers)
@@ -72,12 +73,12 @@ cpus_per_worker.__qualname__ = "CPUs ÷ workers"
 
 
 def available_cpus(root: Path = Path("/")) -> int:
-    """CPUs this process may use: its affinity, or the quota of its cgroup if lower, rounded down, at least 1.
+    """Return the CPUs that this process may use: its affinity or its cgroup quota, whichever is lower, at least 1.
 
-    A quota of any ancestor counts too. Inside a container the group's path is often the host's, of which only the root
-    is mounted: a group without a folder has no quota of its own.
+    A quota is rounded down. Quotas of all ancestors count. In a container, the group's path is often that of the host,
+    and only the root of it is mounted. A group without a folder has no quota of its own.
 
-    root: of a file system with proc and sys.
+    root: a file system with proc and sys.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     groups = root / "proc/self/cgroup"
@@ -96,18 +97,18 @@ def available_cpus(root: Path = Path("/")) -> int:
 
 
 class Limits(BaseModel):
-    """What one client may ask of the service; None: as much as it likes."""
+    """The limits of one client; None: no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     requests_per_minute: Annotated[int | None, Field(ge=1, le=1_000_000_000)] = None
     characters_per_minute: Annotated[int | None, Field(ge=1, le=1_000_000_000_000)] = None
     concurrent_requests: Annotated[int | None, Field(ge=1, le=1_000_000_000)] = None
-    weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # its part of a worker, relative to others
+    weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # share of a worker relative to other clients
 
 
 class ClientLimitsFile(BaseModel):
-    """The tables of a limits file; what a client's own leaves out is that of `default`."""
+    """The tables of a limits file. A client's table takes missing entries from `default`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -140,50 +141,58 @@ class Settings(BaseSettings):
     checkpoint: Separated = Field(
         [str(BUNDLED)],
         min_length=1,
-        description="checkpoint folder to serve; NAME=DIR for several, repeated or comma-separated; or a folder of "
-        "training runs, each served under its folder's name",
+        description="checkpoint folder to serve; NAME=DIR for each of several, repeated or comma-separated; or a "
+        "folder of training runs, each served under its folder's name",
     )
     model_name: str = Field(
         "chargpt", min_length=1, max_length=256,
-        description="name of a checkpoint without one, in requests, answers and metrics; of several, the one that is "
-        "meant where a request names none; and of the service as a whole in metrics",
+        description="name of a checkpoint given without one; also the default of requests without a model, and the "
+        "model_name of the metrics of the whole service",
     )  # fmt: skip
     host: str = Field(
         "127.0.0.1", min_length=1, max_length=255,
-        description="address or host name to listen on; 0.0.0.0: every IPv4 address, :: every address",
+        description="address or host name to listen on; 0.0.0.0 for all IPv4 addresses, :: for all addresses",
     )  # fmt: skip
     port: int = Field(8000, ge=1024, le=65535, description="TCP port to listen on")
-    root_path: str = Field("", description="path prefix added by a proxy, such as /chargpt")
+    root_path: str = Field("", description="path prefix that a proxy adds, such as /chargpt")
     tls_certificate: Path | None = Field(None, description="PEM file of the certificate and its chain, for HTTPS")
     tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, without a password")
-    api_keys_file: Path | None = Field(None, description="API keys, one per line; every route but the probes needs one")
-    client_limits: Path | None = Field(None, description="TOML file of limits and weights, by key's name or address")
+    api_keys_file: Path | None = Field(
+        None, description="file of API keys, one per line; every route except the probes then needs a key"
+    )
+    client_limits: Path | None = Field(None, description="TOML file of the limits and weight of each client")
     client_header: str | None = Field(
         None, pattern=r"^[A-Za-z0-9-]{1,64}$",
-        description="header of a trusted proxy whose last address is the client's, such as X-Forwarded-For",
+        description="header to which a trusted proxy adds the client's address at the end, such as X-Forwarded-For",
     )  # fmt: skip
     public_metrics: bool = Field(False, description="serve /metrics without an API key")
     public_docs: bool = Field(False, description="serve the page at /, /docs and /openapi.json without an API key")
-    cors_origins: Separated = Field([], description="origins that may send requests, comma-separated; * for all")
+    cors_origins: Separated = Field(
+        [], description="web origins whose pages may send requests, comma-separated; * for all"
+    )
 
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="device type for the model")
     backend: Literal["auto", "native", "cuda", "torch"] = Field(
-        "auto", description="what runs the model; auto: cuda on a GPU, native on a CPU if available, otherwise torch"
+        "auto",
+        description="engine that runs the model; auto: cuda on a GPU, native on a CPU if available, otherwise torch",
     )
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
-        "auto", description="arithmetic of the model; auto: float32 on native, cuda and mps, otherwise float64"
+        "auto", description="number format of the model; auto: float32 on native, cuda and mps, otherwise float64"
     )
-    devices: Few = Field(1, description="devices of that type; each has its own inference process")
+    devices: Few = Field(1, description="number of devices; each has its own inference processes")
     workers_per_device: Few = Field(1, description="inference processes per device")
     http_processes: Few = Field(1, description="HTTP processes")
     threads: int = Field(default_factory=cpus_per_worker, ge=1, le=1024, description="CPU threads per worker")
 
     max_running_requests: int | Literal["auto"] = Field(
-        64, description="maximum running sequences per worker; auto: as many as fit the GPUs, 64 elsewhere"
+        64,
+        description="maximum running sequences per worker; auto: as many as fit into GPU memory, 64 on other devices",
     )
     max_queued_requests: Natural = Field(1024, description="maximum waiting sequences per worker")
-    max_queue_seconds: Seconds = Field(10, description="maximum expected wait in the queue; beyond it, 429")
-    fair_queueing: bool = Field(True, description="share slots and queue among clients; false: priority, then arrival")
+    max_queue_seconds: Seconds = Field(10, description="maximum expected wait in the queue; a longer one gets 429")
+    fair_queueing: bool = Field(
+        True, description="share slots and queue fairly among clients; false: by priority, then arrival"
+    )
     step_seconds: float = Field(0.004, gt=0, le=1, description="target duration of an engine step")
     max_prompt_characters: Positive = Field(100_000, description="maximum length of a prompt")
     max_tokens: Positive = Field(16_384, description="maximum length of a completion, in characters")
@@ -198,8 +207,10 @@ class Settings(BaseSettings):
     attention: bool = Field(True, description="serve /v1/attention, which runs in the HTTP processes")
     max_body_bytes: Bytes = Field(4 << 20, le=1 << 30, description="maximum size of a request body")
 
-    max_request_bytes: Bytes = Field(64 << 20, description="maximum memory that a request may need, by estimate")
-    max_held_bytes: Bytes = Field(256 << 20, description="maximum memory of all requests in progress; half per client")
+    max_request_bytes: Bytes = Field(64 << 20, description="maximum estimated memory of a request")
+    max_held_bytes: Bytes = Field(
+        256 << 20, description="maximum estimated memory of all requests in progress; half of it per client"
+    )
 
     unknown_characters: Literal["refuse", "replace", "drop"] = Field(
         "refuse", description="default for characters outside the vocabulary"
@@ -213,44 +224,52 @@ class Settings(BaseSettings):
 
     strict_fields: bool = Field(False, description="refuse unknown fields, unless a request has strict: false")
     stream_interval_seconds: Delay = Field(0.02, le=60, description="minimum time between two events of a stream")
-    keep_alive_seconds: Seconds = Field(15, description="time without an event before the server sends an SSE comment")
+    keep_alive_seconds: Seconds = Field(
+        15, description="time without an event after which a stream gets an SSE comment"
+    )
     max_header_bytes: Bytes = Field(32 << 10, le=1 << 20, description="maximum size of a request line and its headers")
-    header_timeout_seconds: Seconds = Field(8, description="time limit for a request's head, and for a TLS handshake")
+    header_timeout_seconds: Seconds = Field(
+        8, description="time limit for the headers of a request, and for a TLS handshake"
+    )
     max_connections: int = Field(10_000, ge=1, le=1_000_000, description="maximum open connections")
     max_connections_per_address: Natural = Field(
         default_factory=half_of_connections,
-        description="maximum open connections from one address; 0: no limit of its own",
+        description="maximum open connections from one address; 0: no limit",
     )
     body_timeout_seconds: Seconds = Field(30, description="time limit for receiving a request body")
     idle_connection_seconds: int = Field(75, ge=1, le=3600, description="time an idle connection is kept open")
-    request_timeout_seconds: Seconds = Field(300, description="time limit for a request, waiting and running")
-    shutdown_delay_seconds: Delay = Field(0, description="time after SIGTERM with /readyz 503 and requests accepted")
-    drain_seconds: Delay = Field(30, description="time limit for running requests after that")
-    hang_seconds: Seconds = Field(10, ge=1, description="time without a sign of life after which a process is replaced")
-    max_restarts: Natural = Field(10, description="maximum failed starts of processes in the next setting's window")
-    restart_window_seconds: Seconds = Field(300, description="time over which failed starts are counted")
+    request_timeout_seconds: Seconds = Field(300, description="time limit for a request, queue time included")
+    shutdown_delay_seconds: Delay = Field(
+        0, description="time after SIGTERM for which /readyz is 503 but requests are still accepted"
+    )
+    drain_seconds: Delay = Field(30, description="time limit for accepted requests after the shutdown delay")
+    hang_seconds: Seconds = Field(10, ge=1, description="time without a heartbeat after which a process is replaced")
+    max_restarts: Natural = Field(10, description="maximum failed starts of processes within --restart-window-seconds")
+    restart_window_seconds: Seconds = Field(300, description="period over which failed starts are counted")
     metrics_vllm_names: bool = Field(False, description="also expose metrics under vLLM's names")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
     log_format: LogFormat = Field("auto", description="log line format; auto: text on a terminal, json otherwise")
-    otlp_traces_endpoint: str | None = Field(None, description="URL for traces, by OTLP/HTTP; needs the extra tracing")
+    otlp_traces_endpoint: str | None = Field(
+        None, description="URL to send traces to, by OTLP/HTTP; needs the extra tracing"
+    )
 
     _api_keys: Mapping[bytes, str] = PrivateAttr({})
     _limits: ClientLimitsFile = PrivateAttr(ClientLimitsFile())
 
     @property
     def api_keys(self) -> Mapping[bytes, str]:
-        """The name of each API key, by its SHA-256; empty: no key is required."""
+        """The name of each API key by its SHA-256; empty: no key is required."""
         return self._api_keys
 
     @property
     def places(self) -> list[tuple[str | None, Path]]:
-        """`checkpoint` as (name, folder); without a name before the =, all of it is the folder."""
+        """`checkpoint` as pairs of name and folder. Without NAME=, the whole entry is the folder."""
         found = [PLACE.fullmatch(place) for place in self.checkpoint]
         return [(match[1], Path(match[2])) for match in found if match]
 
     @property
     def limits(self) -> ClientLimitsFile:
-        """Of `client_limits`, as read at start."""
+        """The content of the `client_limits` file, as read at start."""
         return self._limits
 
     @field_validator("root_path")
@@ -305,7 +324,7 @@ class Settings(BaseSettings):
         with contextlib.suppress(ModuleNotFoundError):  # of a parent package
             if find_spec(module) is not None:
                 return endpoint
-        raise ValueError(f"needs the extra tracing: pip install -e '.[tracing]' (module {module} not found)")
+        raise ValueError(f"needs the extra tracing (module {module} not found): {installing('tracing')}")
 
     @field_validator("cors_origins")
     @classmethod
@@ -357,12 +376,12 @@ KEY_LINE = re.compile(rb"([\x21-\x7e]{8,})(?:[ \t]+([A-Za-z0-9_.-]{1,64}))?")
 
 
 def read_api_keys(path: Path) -> dict[bytes, str]:
-    """The name of each key in a file, by its SHA-256.
+    """Return the name of each key in a file by the key's SHA-256.
 
-    A line is KEY or KEY NAME; keys may share a name, and one without is called key- and 8 digits of its SHA-256. Blank
-    lines and lines that start with # are skipped.
+    A line is KEY or KEY NAME. Keys may share a name. A key without a name is called key- and 8 digits of its SHA-256.
+    Blank lines and lines that start with # are skipped.
 
-    Raises ValueError: the file cannot be read, contains no key or an invalid line; the message never shows the line.
+    Raises ValueError: the file cannot be read, has no key, or has an invalid line. The message never shows the line.
     """
     flag = f"--api-keys-file (CHARGPT_API_KEYS_FILE): {path}"
     try:
@@ -391,15 +410,15 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
 
 def _content(path: Path) -> bytes:
     mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe can be read once, and SIGHUP would wait there
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe can be read only once, and SIGHUP would wait for it
         raise OSError(errno.EINVAL, "not a regular file")
     return path.read_bytes()
 
 
 def read_client_limits(path: Path) -> ClientLimitsFile:
-    """The limits of a file.
+    """Read the limits of clients from a file.
 
-    Raises ValueError: the file cannot be read, or is not valid; one sentence with the file, the table and the key.
+    Raises ValueError: the file cannot be read, or is invalid. The message names the file, the table and the key.
     """
     flag = f"--client-limits (CHARGPT_CLIENT_LIMITS): {path}"
     try:
@@ -431,12 +450,12 @@ def read_client_limits(path: Path) -> ClientLimitsFile:
 
 
 def program() -> str:
-    """The program as the user typed it; `service.command` sets argv[0] to "chargpt serve"."""
+    """Return the program as the user typed it. `service.command` sets argv[0] to "chargpt serve"."""
     return "chargpt serve" if sys.argv[0] == "chargpt serve" else "python -m service"
 
 
 def read_settings(arguments: list[str] | None = None) -> Settings:
-    """Settings from flags, then variables, then defaults.
+    """Read settings from flags, then variables, then defaults.
 
     Raises SystemExit: 2 for an invalid value or an unknown flag or variable, 0 for --help.
     """
@@ -465,7 +484,7 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
         print(f"{program()}: invalid settings", file=sys.stderr)
         for problem in error.errors():
             message, given = problem["msg"].removeprefix("Value error, "), repr(problem["input"])
-            if problem["loc"]:  # otherwise it concerns several settings, named in the message
+            if problem["loc"]:  # without it, the message names the settings
                 name = str(problem["loc"][0])
                 shown = "" if given in message else f", got {given}"
                 message = f"--{name.replace('_', '-')} (CHARGPT_{name.upper()}): {message}{shown}"

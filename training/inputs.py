@@ -17,7 +17,7 @@ from service.constrain.automaton import Automaton
 from service.constrain.regex import RegexError, compile_regex
 from service.model.checkpoint import MANIFEST, Checkpoint
 from service.model.gpt import GPT
-from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from service.model.tokenizer import UNKNOWN, CharTokenizer, UnknownCharacterError
 from training.config import ConfigError
 from training.data import Corpus, DataError, encode_array, id_dtype, prepare, read_text, recode
 from training.device import pick_device
@@ -120,6 +120,13 @@ class Encoder:
         self.num_unknown += sum(map(text.count, unknown))
         other = self.replacement if self.policy == "replace" else ""
         return encode_array(self.tokenizer, text.translate(dict.fromkeys(map(ord, unknown), other)))
+
+    def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
+        """`encode`, and how many characters the model does not know; its unknown symbol in the text is one too."""
+        before = self.num_unknown
+        ids = self.encode(text)
+        own = 0 if self.tokenizer.unknown_id is None else text.count(UNKNOWN)
+        return ids, self.num_unknown - before + own
 
     def report(self) -> None:
         """A line on standard error about the unknown characters, if there were any."""

@@ -6,6 +6,7 @@ Text i has seed `params.seed + i`, so each can be reproduced alone.
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import json
 import sys
@@ -94,13 +95,18 @@ def command(args: argparse.Namespace) -> None:
     console = Console(stderr=True)
     separator = "\n" if stops or not is_plain else "\n\n"
     started, characters = time.monotonic(), 0
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    if args.format == "csv":
+        table.writerow(("text", "seed"))
     try:
         for number, (seed, ids) in enumerate(
             track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
         ):
             characters += len(ids)
             text = given + tokenizer.decode(ids)
-            if args.format == "jsonl":
+            if args.format == "csv":
+                table.writerow((text, seed))
+            elif args.format == "jsonl":
                 print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
             else:
                 print(separator if number else "", text, sep="", end="")

@@ -1,6 +1,6 @@
-"""What a request's head must have, whatever its route does: an API key, a body of JSON, and no foreign page behind it.
+"""Checks of a request's head: the API key, the type of the body, and the web page that sends it.
 
-Functions on the fields of a head, with names in lower case. Each raises ApiError: what is wrong.
+Each function takes the header fields with names in lower case, and raises ApiError.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ Fields = Mapping[bytes, bytes]
 
 
 def name_of_key(fields: Fields, keys: Mapping[bytes, str]) -> str:
-    """The name of the request's API key; keys: names by digest, so that a look-up's time tells nothing of a key.
+    """Return the name of the request's API key.
 
-    Raises ApiError: 401.
+    keys: names by digest, so that the time of a look-up reveals nothing about a key.
+
+    Raises ApiError: 401, the key is missing or unknown.
     """
     authorization = fields.get(b"authorization")
     if authorization is None:
@@ -29,7 +31,7 @@ def name_of_key(fields: Fields, keys: Mapping[bytes, str]) -> str:
 
 
 def check_content(fields: Fields) -> None:
-    """Accept JSON that is not compressed. Raises ApiError: 415."""
+    """Accept uncompressed JSON. Raises ApiError: 415."""
     _check_content_type(fields)
     coding = fields.get(b"content-encoding")
     if coding is not None and coding.strip().lower() not in (b"", b"identity"):
@@ -39,10 +41,10 @@ def check_content(fields: Fields) -> None:
 
 
 def _check_content_type(fields: Fields) -> None:
-    """Accept application/json, and for curl's sake its default and none at all; but these from no web page.
+    """Accept application/json. Also accept curl's default type, or none, unless a web page sends the request.
 
-    A browser sends application/json to another origin only after asking, so that --cors-origins decides. It would send
-    the others without; it names the page's origin with each.
+    A browser asks before it sends application/json to another origin, so --cors-origins decides. It sends the other
+    types without asking, but with an Origin header.
     """
     content_type = fields.get(b"content-type", b"")
     if content_type == b"application/json":
@@ -61,9 +63,9 @@ def _check_content_type(fields: Fields) -> None:
 
 
 def check_site(fields: Fields, is_allowed_origin: Callable[[str], bool] | None) -> None:
-    """Refuse what a page of another site has a browser send without asking: a GET.
+    """Refuse a GET that a page of another site sends. Browsers send it without asking.
 
-    is_allowed_origin: by --cors-origins; None: there are none.
+    is_allowed_origin: the check of --cors-origins; None: no origin is allowed.
 
     Raises ApiError: 403.
     """

@@ -1,8 +1,8 @@
-"""The table of routes, and what every request passes on its way.
+"""The table of routes, and the steps of every request.
 
-Of a request, in order: `begin` (head: id, client, key, limits), `receive` (body, bounded), its handler (decode, encode,
-submit, wait, write), `end` (metrics, log, and all that it held). generate.py and score.py run the model through
-client.py and write their answers with stream.py; attention.py runs it in a thread, info.py and files.py answer at once.
+A request passes four steps: `begin` (head: id, client, key, limits), `receive` (body, up to a limit), its handler
+(decode, encode, submit, wait, write) and `end` (metrics, log, release). generate.py and score.py run the model through
+client.py and write their answers with stream.py. attention.py runs it in a thread. info.py and files.py answer at once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ MODELS, PARAMETER = "/v1/models/", "{model}"  # a name, which may have slashes
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for a client that left
 EXPOSED_HEADERS = tuple(HEADERS)
-SMALL_BODY_BYTES = 1 << 14  # one that has come at once is not held, but what its request may need
+SMALL_BODY_BYTES = 1 << 14  # a smaller body that arrives at once is not reserved by itself
 SAFE = frozenset((string.ascii_letters + string.digits + "-_.:").encode())  # in a request id
 MAX_ID_BYTES = 128
 
@@ -83,16 +83,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Endpoint:
-    """All of a path, as metrics and the log name it."""
+    """The operations of a path. Metrics and the log use the path as its name."""
 
     path: str
     operations: dict[str, Operation]  # by method
     is_public: bool  # needs no API key
-    is_quiet: bool  # logged at level debug, and within no client's limits
+    is_quiet: bool  # logged at level debug, and not counted in limits of clients
 
 
 class App:
-    """All routes, and what every request passes. Holds the requests of one HTTP process."""
+    """All routes and the steps of every request, for one HTTP process."""
 
     def __init__(self, service: Service):
         self.service, self.settings = service, service.settings
@@ -100,8 +100,8 @@ class App:
         self.hooks: tuple[Hook, Hook] | None = None  # called before and after each request that runs the model
         self.access_log: AccessLog | None = None  # in an HTTP process
         self.middlewares: Middlewares | None = None  # between the body and the handler
-        self.tasks: set[Any] = set()  # handlers that run: uvicorn waits for them, and cancels them in the end
-        self._running: set[Request] = set()  # whose handlers run
+        self.tasks: set[Any] = set()  # running handlers: uvicorn waits for them, then cancels them
+        self._running: set[Request] = set()  # requests with a running handler
         self.num_requests = 0  # in progress
         self._keys = self.settings.api_keys
         self.cors: CORSMiddleware | None = None
@@ -121,7 +121,7 @@ class App:
             endpoint.operations |= dict.fromkeys(operation.methods, operation)
 
     def reload(self) -> None:
-        """After SIGHUP: read API keys, clients' limits and certificate again. What is not valid changes nothing."""
+        """Read API keys, limits of clients and certificate again, after SIGHUP. An invalid file changes nothing."""
         self.service.limits.reload()
         path = self.settings.api_keys_file
         if path is not None:
@@ -142,7 +142,7 @@ class App:
         return self.service.state.is_in("leaving")
 
     def add_files(self) -> None:
-        """The page, and the document of all routes for the models that are served now."""
+        """Add the page, and the OpenAPI document for the models that are served now."""
         service = self.service
         model, models = service.default_model, service.models.values()
         vocab_size = max(it.tokenizer.vocab_size for it in models)
@@ -161,7 +161,7 @@ class App:
     # -- the head --
 
     def begin(self, request: Request) -> None:
-        """A request's head has arrived, and those before it on its connection are answered."""
+        """Begin a request whose head has arrived. Earlier requests on its connection are answered."""
         request.owner = self
         given = request.fields.get(b"x-request-id")
         if given is not None and 0 < len(given) <= MAX_ID_BYTES and SAFE.issuperset(given):
@@ -179,11 +179,11 @@ class App:
             self._failed(request, error)
 
     def find(self, path: str) -> tuple[Endpoint, str]:
-        """The endpoint of a path, with or without the prefix of a proxy, and the path's parameter."""
+        """Return the endpoint and the parameter of a path, with or without the prefix of a proxy."""
         root, endpoints = self.settings.root_path, self.endpoints
         paths = [path]
         if root and (path == root or path.startswith(root + "/")):
-            # With a root such as /v1, a route's own path looks as if it had the prefix.
+            # With a root such as /v1, the path of a route itself begins like the prefix.
             paths.append(path[len(root) :] or "/")
         for each in paths:
             if (endpoint := endpoints.get(each)) is not None and PARAMETER not in each:
@@ -194,7 +194,7 @@ class App:
         return self._nothing, ""
 
     def _check_head(self, request: Request) -> None:
-        """Raises ApiError: what the head alone rules out, before the body is read."""
+        """Check the head before the body is read. Raises ApiError: the head is refused."""
         settings, endpoint, cors = self.settings, request.endpoint, self.cors
         headers = request.fields
         if cors is not None and request.method == "OPTIONS" and b"origin" in headers:
@@ -204,7 +204,7 @@ class App:
                 request.respond(bytes(preflight.body), header_lines(preflight.headers), preflight.status_code)
                 self.end(request)
                 return
-        if len(headers) < len(request.headers):  # a proxy may have checked another one
+        if len(headers) < len(request.headers):  # a proxy may have checked the other one
             count = sum([name == b"authorization" for name, _ in request.headers])
             if count > 1:
                 message = f"a request must have at most one Authorization header, got {count}"
@@ -217,7 +217,7 @@ class App:
         if len(length) > 4 and int(length) > limit:
             raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
         if self.middlewares is not None and request.method not in endpoint.operations:
-            return  # one of them may answer it; otherwise `run` refuses it
+            return  # a middleware may answer it; otherwise `run` refuses it
         operation = operation_of(request)
         if operation.is_refused_early:
             self.service.client.refuse_if_full(request.lease.client)
@@ -229,18 +229,18 @@ class App:
                 check_site(headers, None if cors is None else cors.is_allowed_origin)
 
     def add_headers(self, request: Request, headers: bytes) -> bytes:
-        """The headers of an answer, with those that every answer has."""
+        """Return the headers of an answer with the headers that every answer has."""
         headers = b"%bx-request-id: %b\r\n" % (headers, request.id.encode())
         if request.ignored_fields:
             headers += b"x-ignored-fields: %b\r\n" % ", ".join(request.ignored_fields).encode()
-        if self.is_leaving and CLOSE not in headers:  # or another request may come on a connection about to end
+        if self.is_leaving and CLOSE not in headers:  # or the client may send another request on it
             headers += CLOSE
         if self.cors is not None:
             headers += self._cors_headers(request, self.cors, headers)
         return headers
 
     def _cors_headers(self, request: Request, cors: CORSMiddleware, headers: bytes) -> bytes:
-        """What CORSMiddleware.send adds for requests without credentials."""
+        """Return the headers that CORSMiddleware.send adds to requests without credentials."""
         origin = request.fields.get(b"origin")
         if b"vary: " in headers:  # a preflight's answer
             return b""
@@ -254,7 +254,7 @@ class App:
     # -- the body --
 
     def receive(self, request: Request) -> None:
-        """More of the current request's body has arrived, or all of it."""
+        """Handle a part of the current request's body, or its end."""
         size, limit = request.num_body_bytes, self.settings.max_body_bytes
         try:
             if size > limit:
@@ -273,12 +273,12 @@ class App:
         return ApiError(408, message, code="body_timeout")
 
     def expire(self, request: Request) -> None:
-        """A request's deadline has passed."""
+        """End a request whose deadline has passed."""
         if not request.is_running:
             request.fail(self.too_slow())
             self.end(request)
         else:
-            logger.info("the client did not read its answer in time: dropping its connection")
+            logger.info("the client did not read its answer in time: closing its connection")
             request.drop()
 
     # -- the handler --
@@ -328,7 +328,7 @@ class App:
         self.end(request)
 
     def _failed(self, request: Request, error: BaseException) -> None:
-        """End a request with an error: one for its client, or an unexpected one."""
+        """End a request with an ApiError, or with status 500 after any other exception."""
         if isinstance(error, ApiError) and request.status is None:
             request.fail(error)
         else:
@@ -340,7 +340,7 @@ class App:
         self.end(request)
 
     def keep_alive(self, now: float) -> None:
-        """Write to streams that were silent for too long for proxies in between."""
+        """Write to silent streams, so that proxies do not close their connections."""
         before = now - self.settings.keep_alive_seconds
         for request in self._running:
             if request.keep_alive is not None and (request.written_at or request.arrived_at) <= before:
@@ -350,7 +350,7 @@ class App:
     # -- the end --
 
     def end(self, request: Request) -> None:
-        """Give back all that a request held, count it and log it. Whatever happens, each request gets here once."""
+        """Release everything that a request holds, count it and log it. Every request is ended once."""
         if request.is_ended:
             return
         request.is_ended = True
@@ -378,7 +378,7 @@ class App:
 
 
 def operation_of(request: Request) -> Operation:
-    """Raises ApiError: 404, there is no such path; 405, it does not have this method."""
+    """Return the operation of a request. Raises ApiError: 404, unknown path; 405, unknown method of the path."""
     operations: dict[str, Operation] = request.endpoint.operations
     if (operation := operations.get(request.method)) is not None:
         return operation

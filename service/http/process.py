@@ -1,4 +1,4 @@
-"""The life of an HTTP process: it connects to the workers, shows that it runs, and does what is due."""
+"""The background tasks of an HTTP process: connection to the workers, heartbeats, and periodic work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from service.observe.metrics import Metrics, current_folder
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.25  # between two heartbeats
-TICK_SECONDS = 0.05  # between two looks at what is due, and between two writes of metrics and of log lines
+TICK_SECONDS = 0.05  # between two runs of the periodic work, and two writes of metrics and log lines
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ async def running(app: App, process_id: int, limits: ConnectionLimits) -> AsyncI
     service.state.follow(process, service.listing.generation)
     log = app.access_log = AccessLog()
     loop.add_signal_handler(signal.SIGHUP, app.reload)
-    # Blocked while this process was forked; of the others uvicorn has handlers by now.
+    # Blocked while this process was forked. uvicorn has handlers for the other signals by now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
     if service.settings.otlp_traces_endpoint is not None:
         from service.http.tracing import Tracer  # loads OpenTelemetry
@@ -65,16 +65,16 @@ async def running(app: App, process_id: int, limits: ConnectionLimits) -> AsyncI
             for do in (client.sweep, end_late_connections, app.keep_alive, service.ledger.sweep):
                 try:
                     do(now)
-                except Exception:  # the next look comes
-                    logger.exception("what was due was not done")
+                except Exception:  # the next run follows
+                    logger.exception("periodic work failed")
             metrics.flush()
             log.flush()
 
     tasks = [asyncio.create_task(beat(service, process)), asyncio.create_task(tick())]
     async with client.connected():
-        if service.state.generation.value != service.listing.generation:  # of the process that it was forked from
+        if service.state.generation.value != service.listing.generation:  # the listing is that of the parent process
             await follow(service, process)
-        show(service, process)  # now, as the next heartbeat may be BEAT_SECONDS away
+        show(service, process)  # at once, because the next heartbeat may be BEAT_SECONDS away
         yield
     for task in tasks:
         task.cancel()
@@ -85,7 +85,7 @@ async def running(app: App, process_id: int, limits: ConnectionLimits) -> AsyncI
 
 
 def show(service: Service, process: str) -> None:
-    """Show the main process that this one runs, and whether it answers."""
+    """Send the main process a heartbeat, and report whether this process is connected to a worker."""
     service.state.beat(process)
     if service.is_ready:
         service.state.answering[process] = True
@@ -93,7 +93,7 @@ def show(service: Service, process: str) -> None:
 
 async def beat(service: Service, process: str) -> None:
     async with asyncio.TaskGroup() as tasks:
-        following: asyncio.Task[None] | None = None  # takes as long as checkpoints are large
+        following: asyncio.Task[None] | None = None  # runs longer for large checkpoints
         while True:
             show(service, process)
             is_old = service.state.generation.value != service.listing.generation
@@ -103,7 +103,7 @@ async def beat(service: Service, process: str) -> None:
 
 
 async def follow(service: Service, process: str) -> None:
-    """Serve what the main process lists now."""
+    """Serve the models of the main process's current listing."""
     folder = current_folder()
     known = {model.id for model in service.models.values()}
     try:

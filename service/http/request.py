@@ -1,7 +1,8 @@
-"""One HTTP request: what was asked, what it holds until it ends, and its answer.
+"""One HTTP request: its fields, the resources that it holds, and its answer.
 
-Born when its head is parsed, with one owner at a time: the connection while its body arrives, then its handler. Knows
-nothing of routes or sockets: a Responder carries the answer, and what is written after the client has left is dropped.
+A request starts when its head is parsed. It has one owner at a time: the connection while its body arrives, then its
+handler. It knows nothing about routes or sockets. A Responder carries the answer, and drops it once the client has
+left.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ CLOSE = b"connection: close\r\n"
 NO_STORE = b"cache-control: no-store\r\n"
 
 
-UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up
+UNREAD_SECONDS = 6.0  # to write the rest after the deadline; a lost worker may take 5 of them
 
 
 class Responder(Protocol):
-    """Who carries an answer to the client: a connection, or middlewares in front of it."""
+    """Carries an answer to the client: a connection, or the middlewares in front of it."""
 
     is_secure: bool
 
@@ -41,35 +42,35 @@ class Responder(Protocol):
         """True while the write buffer is above its high-water mark."""
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """Send a whole answer; `headers` lack its length."""
+        """Send a whole answer. `headers` lack the Content-Length."""
 
     def begin(self, status: int, headers: bytes) -> None:
         """Begin an answer of unknown length."""
 
     def write(self, data: bytes) -> None:
-        """Send a part of it."""
+        """Send a part of the answer."""
 
     def finish(self) -> None:
-        """End it."""
+        """End the answer."""
 
     async def drain(self) -> None:
-        """Return when the write buffer is below its high-water mark, or the client has left."""
+        """Return when the write buffer is below its high-water mark or the client has left."""
 
     def abort(self) -> None:
         """Close the connection at once."""
 
     def client_left(self) -> None:
-        """Nobody reads the answer."""
+        """The client has left: nobody reads the answer."""
 
 
 class Owner(Protocol):
-    """Who begins and ends requests: the application."""
+    """Begins and ends requests: the application."""
 
     def add_headers(self, request: Request, headers: bytes) -> bytes:
-        """The headers of an answer, with those that every answer has."""
+        """Return the headers of an answer with the headers that every answer has."""
 
     def end(self, request: Request) -> None:
-        """Give back all that it holds. Called at least once; later calls have no effect."""
+        """Release everything that the request holds. Called at least once; later calls have no effect."""
 
 
 class Request:
@@ -84,36 +85,38 @@ class Request:
 
     def __init__(self, method: str, path: str, query: bytes, headers: Headers, peer: str, started_at: float):
         self.method, self.path, self.query, self.headers, self.peer = method, path, query, headers, peer
-        self.fields = dict(headers)  # of several with one name, in lower case, the last
-        self.started_at = self.arrived_at = started_at  # arrived_at: when the body was complete
-        self.is_old = False  # of HTTP/1.0
-        self.closes = False  # the connection is to end after it
+        self.fields = dict(headers)  # names in lower case; the last of several with one name
+        self.started_at = self.arrived_at = started_at  # arrived_at: time when the body was complete
+        self.is_old = False  # HTTP/1.0
+        self.closes = False  # the connection closes after the answer
         self.owner: Owner
         self.responder: Responder | None = None  # None: it was answered, or the client has left
         self.id = ""
         self.endpoint: Any  # an Endpoint of app.py
         self.parameter = ""  # of the path
-        self.deadline = math.inf  # when it ends, whatever it waits for
-        self.content = bytearray()  # of the body, as far as it has arrived
+        self.deadline = math.inf  # the time when it ends, whatever it waits for
+        self.content = bytearray()  # the body as far as it has arrived
         self.num_body_bytes = 0
-        self.keeps_body = True  # otherwise it is discarded as it comes
+        self.keeps_body = True  # False: the body is discarded as it arrives
         self.is_complete = False  # the body has arrived
         self.is_running = False  # its handler was called
         self.is_ended = False
         self.after: Callable[[], None] | None = None  # called when it ends
-        self.lease: Lease  # what it holds
-        # What is known of it.
+        self.lease: Lease  # the resources that it holds
+        # Set while it runs.
         self.timeout_seconds: float | None = None  # its own time limit
         self.ignored_fields: list[str] = []  # unknown ones
         self.num_prompt_tokens: int | None = None  # None: it does not run the model
         self.generations: list[Generation] = []
-        self.num_answering = 1  # how many of these, from the first, give the answer or candidates for it
-        self.future: asyncio.Future[Any] | None = None  # of what a thread computes for it
-        self.client_left = False  # before it was answered, or its sequences had ended
-        self.is_gone = False  # the client, whenever it left
-        self.status: int | None = None  # of the answer; None: it has not begun
-        self.keep_alive: Callable[[], None] | None = None  # of a stream: writes what keeps its connection open
-        self.written_at: float | None = None  # when something of a stream was written last
+        self.num_answering = 1  # the first ones of these, which give the answer or candidates for it
+        self.future: asyncio.Future[Any] | None = None  # the result that a thread computes
+        self.client_left = False  # before the answer and its sequences were complete
+        self.is_gone = False  # True once the client has left
+        self.status: int | None = None  # status of the answer; None: the answer has not begun
+        self.keep_alive: Callable[[], None] | None = (
+            None  # of a stream: writes a comment that keeps the connection open
+        )
+        self.written_at: float | None = None  # time of the last write to a stream
 
     # -- what was asked --
 
@@ -133,17 +136,17 @@ class Request:
 
     @property
     def client(self) -> str:
-        """Whose request it is: the name of its API key, or its address."""
+        """The client: the name of the API key, or the address."""
         return self.lease.client
 
     @property
     def model(self) -> Model | None:
-        """That it has chosen."""
+        """The model that the request has chosen."""
         return self.lease.model
 
     @property
     def answering(self) -> list[Generation]:
-        """What gives the answer."""
+        """The generations that give the answer."""
         return self.generations[: self.num_answering]
 
     @property
@@ -152,7 +155,7 @@ class Request:
 
     @property
     def num_run_characters(self) -> int:
-        """Of all sequences: prompts and completions, with what was not given to the client."""
+        """Characters of the prompts and completions of all sequences, including those that the client did not get."""
         return sum(
             (0 if it.queue_seconds is None else len(it.submit.prompt)) + it.num_completion_tokens + it.num_unseen
             for generation in self.generations
@@ -161,7 +164,7 @@ class Request:
 
     @property
     def endings(self) -> dict[str, int]:
-        """How many sequences of the answer ended for each reason."""
+        """Number of sequences of the answer by finish reason."""
         if len(self.answering) == 1:
             return self.answering[0].endings
         return dict(sum((Counter(it.endings) for it in self.answering), Counter()))
@@ -169,11 +172,11 @@ class Request:
     # -- its end --
 
     def limit_time(self, seconds: float) -> None:
-        """Let it run for so long. Writing counts: a client that does not read loses its connection."""
+        """Set the deadline. It includes writing, so a client that does not read loses its connection."""
         self.deadline = self.arrived_at + seconds + UNREAD_SECONDS
 
     def left(self) -> None:
-        """The client has left: end whatever still runs."""
+        """End everything that still runs, because the client has left."""
         if self.responder is not None:
             self.responder.client_left()
         self.responder = None
@@ -186,7 +189,7 @@ class Request:
             self.owner.end(self)
 
     def drop(self) -> None:
-        """Close its connection, as the client does not read its answer in time."""
+        """Close the connection, because the client does not read its answer in time."""
         self.client_left = True
         if self.responder is not None:
             self.responder.abort()  # calls `left`
@@ -200,7 +203,7 @@ class Request:
     # -- its answer --
 
     def respond(self, body: bytes, headers: bytes = JSON, status: int = 200) -> None:
-        """A whole answer."""
+        """Send a whole answer."""
         responder = self.responder
         if responder is not None:
             self.status = status
@@ -219,7 +222,7 @@ class Request:
             responder.begin(status, self.owner.add_headers(self, headers))
 
     def put(self, data: bytes) -> bool:
-        """A part; returns whether `drained` is to be awaited before another one."""
+        """Send a part. Returns True if the caller must await `drained` before the next part."""
         responder = self.responder
         if responder is None:
             return False
@@ -236,12 +239,12 @@ class Request:
             await self.responder.drain()
 
     async def write(self, data: bytes) -> None:
-        """A part; returns when another one may follow."""
+        """Send a part. Returns when the next part may follow."""
         if self.put(data):
             await self.drained()
 
     def finish(self, data: bytes = b"") -> None:
-        """The last part."""
+        """Send the last part and end the answer."""
         responder = self.responder
         if responder is not None:
             if data:

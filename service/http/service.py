@@ -1,4 +1,4 @@
-"""What all requests of an HTTP process share: the served models, the settings, limits, metrics, and the client."""
+"""State that all requests of an HTTP process share: models, settings, limits, metrics, and the engine client."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from service.http.tracing import Tracer
 
 
-SMALL_BODY_BYTES = 1 << 12  # of a body whose fields are not held, unless its request has to wait
+SMALL_BODY_BYTES = 1 << 12  # fields of a smaller body are not reserved unless the request waits
 
 
 class Service:
-    """What the routes need: the served models, the settings, and in an HTTP process the connected client."""
+    """Served models and settings for the routes. In an HTTP process it also has the connected client."""
 
-    client: EngineClient  # these four from process.py, in an HTTP process
+    client: EngineClient  # process.py sets these four in an HTTP process
     metrics: Metrics | None = None
     tracer: Tracer | None = None
     attention: AttentionThread
@@ -54,10 +54,10 @@ class Service:
         devices: list[str],
     ):
         self.settings = settings
-        # What `auto` in the settings stands for here; slots per worker, and a device per worker.
+        # The resolved `auto` settings, the slots per worker, and the device of each worker.
         self.backend, self.dtype, self.slots, self.devices = backend, dtype, slots, devices
         self.state = state
-        self.random = Random()  # of ids, and of seeds that no request gives
+        self.random = Random()  # source of ids, and of seeds for requests without one
         self._patterns = PatternThread()
         self.models: dict[str, Model] = {}  # by name
         self.serve(listing, checkpoints)
@@ -77,7 +77,7 @@ class Service:
         return self.metrics is not None and self.client.is_ready
 
     def serve(self, listing: Listing, checkpoints: Mapping[int, Checkpoint]) -> None:
-        """Requests from now on choose among the listing's models; `checkpoints` has those that were not served."""
+        """Serve the listing's models to new requests. `checkpoints` has the models that were not served before."""
         known = {model.id: model for model in self.models.values()}
         for version in listing.serve:
             if version.id not in known:
@@ -98,13 +98,14 @@ class Service:
 
     @property
     def default_model(self) -> Model:
-        """For documents: the one that a request without a name gets, or the first."""
+        """The model for documents: the default of requests without a name, or else the first."""
         return self.models.get(self.settings.model_name) or next(iter(self.models.values()))
 
     def find(self, name: str | None) -> Model:
-        """The model that a request names; without a name the only one, or the default.
+        """Return the named model. Without a name, return the only model, or the default.
 
-        Raises ApiError: 404, it is not served; 400, none is named, several are served and none of them is the default.
+        Raises ApiError: 404, the model is not served; 400, the name is missing, and there are several models but no
+        default.
         """
         models = self.models
         if name is None:
@@ -122,13 +123,12 @@ class Service:
     async def read(
         self, kind: type[AnyRequest], request: Request, query: dict[str, Any] | None = None
     ) -> tuple[AnyRequest, Model]:
-        """The request in a JSON body, or in the fields of a query, and its model; its time limit counts from here.
+        """Parse a JSON body or the fields of a query, and return them with the model. The time limit starts here.
 
-        What its fields take is held in place of the body. Large bodies are parsed one after the other, so that only one
-        takes what parsing needs beside: up to 20 times its size.
+        The memory reserved for the body is replaced by that of its fields. Large bodies are parsed one after the other,
+        because parsing takes up to 20 times the body's size on top.
 
-        Raises ApiError: 400, with the field, what was given and what is allowed, or an unknown field that is refused;
-        otherwise as `hold` and `find`.
+        Raises ApiError: 400, a field is invalid, or unknown and refused; otherwise as `hold` and `find`.
         """
         body: AnyRequest
         if query is not None:
@@ -136,7 +136,7 @@ class Service:
         elif request.num_body_bytes <= LARGE_BODY_BYTES:
             body = read(kind, request.body)
         else:
-            content, request.content = request.body, bytearray()  # one copy is kept while it waits
+            content, request.content = request.body, bytearray()  # keep one copy while it waits
             body = await self.bodies.read(kind, content, request.client)
         request.content = bytearray()
         if request.num_body_bytes > SMALL_BODY_BYTES:
@@ -156,9 +156,9 @@ class Service:
         return body, model
 
     def hold(self, request: Request, body: Any, num_ids: int = 0) -> None:
-        """Hold what the fields of a body take, and so many ids of its texts, before those are encoded.
+        """Reserve the memory of a body's fields, and of `num_ids` ids, before its texts are encoded.
 
-        Raises ApiError: 400, it is more than a request may need; otherwise as Lease.hold.
+        Raises ApiError: 400, it exceeds the limit of a request; otherwise as Lease.hold.
         """
         longest, limit = max(self.settings.max_prompts, self.settings.max_score_texts), self.settings.max_request_bytes
         fields = (
@@ -180,9 +180,9 @@ class Service:
         return "its timeout_seconds" if is_own else "the server's --request-timeout-seconds"
 
     def admit(self, request: Request, submits: list[Submit], **options: Any) -> None:
-        """Take all that a request of these sequences may need; options as those of `estimate`.
+        """Reserve everything that a request of these sequences may need. `options` are those of `estimate`.
 
-        Raises ApiError: 400, it needs more than allowed; otherwise as Lease.take.
+        Raises ApiError: 400, it exceeds the limit of a request; otherwise as Lease.take.
         """
         lease = request.lease
         assert lease.model is not None
@@ -193,9 +193,9 @@ class Service:
         lease.take(total, _num_characters(submits) if self.limits.has_any else 0, len(submits))
 
     def start(self, request: Request, submits: list[Submit], *, is_charged: bool = False, **options: Any) -> Generation:
-        """Run sequences for a request that was admitted; options as those of EngineClient.start.
+        """Run sequences of an admitted request. `options` are those of EngineClient.start.
 
-        is_charged: they were admitted with those before them.
+        is_charged: the sequences are charged already, together with earlier ones of the request.
 
         Raises ApiError: 503, no worker is connected.
         """
@@ -203,12 +203,12 @@ class Service:
         model, client, is_accepted = lease.model, lease.client, bool(request.generations)
         assert model is not None
         weight = self.limits.of(client).weight
-        # Without keys all callers may read the same, and an address is no person's. No client's name has a space.
+        # Without keys all callers are trusted alike, and an address is no identity. A client's name has no space.
         owner = "" if self.settings.api_keys_file is None else client
         group = f"{owner} {lease.cache_salt}"
         for submit in submits:
             submit.request_id, submit.client, submit.weight, submit.reuse_group = request.id, client, weight, group
-        if is_accepted and not is_charged:  # what follows from a request that was accepted is too
+        if is_accepted and not is_charged:  # follow-up sequences of an accepted request are accepted too
             lease.charge(_num_characters(submits), len(submits), must_wait=False)
         generation = self.client.start(model, submits, request.arrived_at, is_accepted=is_accepted, **options)
         generation.timeout_name = self.timeout_name(request)
@@ -219,5 +219,5 @@ class Service:
 
 
 def _num_characters(submits: list[Submit]) -> int:
-    """That count in a client's limit."""
+    """Return the characters that count in the client's limit."""
     return sum([len(it.prompt) + (it.max_tokens if it.draw is None else it.draw.max_characters) for it in submits])

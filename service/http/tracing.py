@@ -1,8 +1,9 @@
 """OpenTelemetry traces: one span per model request, with a child span per phase, exported to a collector.
 
-A span is created after its request ends, from timestamps recorded anyway: tracing delays no request. A thread exports
-spans in batches and drops those that the collector does not accept in time. OpenTelemetry's own variables configure
-sampling, batching and headers (OTEL_TRACES_SAMPLER, OTEL_BSP_…, OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME).
+A span is created after its request ends, from timestamps that are recorded anyway, so tracing delays no request. A
+thread exports the spans in batches, and drops spans that the collector does not accept in time. OpenTelemetry's own
+variables configure sampling, batching and headers (OTEL_TRACES_SAMPLER, OTEL_BSP_…, OTEL_EXPORTER_OTLP_HEADERS,
+OTEL_SERVICE_NAME).
 
 Needs the extra `tracing`, and is imported only if an endpoint is set. Spans contain no text of prompts or completions.
 """
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# gen_ai.operation.name by route: OpenTelemetry defines text_completion, the others are ours.
+# gen_ai.operation.name by route. OpenTelemetry defines text_completion. The other names are our own.
 OPERATIONS = {
     "/generate": "text_completion",
     "/v1/completions": "text_completion",
@@ -50,7 +51,7 @@ class Tracer:
         if str(resource.attributes["service.name"]).startswith("unknown_service"):  # not set by a variable
             resource = resource.merge(Resource({"service.name": "chargpt"}))
         self._exporter = OTLPSpanExporter(endpoint)
-        # Not the global provider, or other libraries would create spans, with URL queries in them.
+        # Not the global provider: other libraries would create spans with URL queries.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("chargpt")
@@ -113,7 +114,7 @@ class Tracer:
 
 
 def _attributes(request: Request, seconds: float) -> dict[str, Any]:
-    """OpenTelemetry's gen_ai attributes, and vLLM's where OpenTelemetry defines none."""
+    """Return OpenTelemetry's gen_ai attributes, and vLLM's names for values without one."""
     attributes: dict[str, Any] = {
         "gen_ai.usage.input_tokens": request.num_prompt_tokens,
         "gen_ai.usage.output_tokens": request.num_completion_tokens,

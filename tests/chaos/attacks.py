@@ -94,7 +94,7 @@ ATTACKS: dict[str, tuple[Callable[[int], None], float]] = {  # and the MB over i
 
 async def attacks(plan: Plan, outcome: Outcome) -> None:
     times = plan.count(3, 1)
-    outcome.did = f"{len(ATTACKS)} attacks by one client, {times} times each, while another asks /livez"
+    outcome.did = f"one client attacks in {len(ATTACKS)} ways, {times} times each, while another client asks /livez"
     async with ours(outcome) as server:
         [http] = await asyncio.to_thread(http_processes, server)
         for name, (attack, limit) in ATTACKS.items():
@@ -116,7 +116,7 @@ async def attacks(plan: Plan, outcome: Outcome) -> None:
             outcome.check(http.is_running(), f"{name}: the HTTP process has ended")
             outcome.check(peak < limit, f"{name}: {peak:.0f} MB over idle, {limit:.0f} are allowed")
             outcome.check(not unanswered, f"{name}: {unanswered} requests of another client were not answered")
-            outcome.figures |= {f"{name}: over idle at most, MB": peak, f"{name}: /livez, max, ms": max(waits)}
+            outcome.figures |= {f"{name}: memory above idle, max, MB": peak, f"{name}: /livez, max, ms": max(waits)}
             outcome.goals[f"{name}: another's /livez within {LONGEST_MS} ms"] = max(waits) < LONGEST_MS
         began = time.monotonic()
         idle = await case.until(lambda: http.memory_info().rss < 130 * MB, 60)

@@ -32,7 +32,7 @@ STOCK_HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\
 
 @dataclass
 class Outcome:
-    """Of one case. Labels of figures name their unit; the same label under `stock` is the same figure of LitServe."""
+    """The results of one case. A label names the unit; the same label under `stock` is LitServe's figure."""
 
     did: str = ""
     stock_did: str = ""  # "": stock LitServe cannot run it, or as above
@@ -208,4 +208,4 @@ async def sampled(server: Program, seconds: float) -> AsyncIterator[list[Sample]
 
 def memory(samples: list[Sample]) -> dict[str, Figure]:
     totals = [sum(rss for rss, _, _ in found.values()) / MB for _, found in samples]
-    return {"memory before, MB": round(totals[0]), "memory at most, MB": round(max(totals))}
+    return {"memory before, MB": round(totals[0]), "peak memory, MB": round(max(totals))}

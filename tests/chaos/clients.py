@@ -25,7 +25,7 @@ from tests.toolbox.load import Apart, Due, Reply
 async def burst(plan: Plan, outcome: Outcome) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     count = min(10_000, (limit - 1000) // CROWDS * CROWDS) if limit > 0 else 10_000
-    outcome.did = f"{count:,} requests of 50 characters at once from {CROWDS} addresses, on open and on new connections"
+    outcome.did = f"{CROWDS} addresses send {count:,} requests of 50 characters at once, on open and on new connections"
     request = post("/generate", {"prompt": "ROMEO:", "max_tokens": 50, "seed": 1}, Connection="close")
 
     async def come(port: int, probed: bytes, fresh: bool, patience: float) -> tuple[list[Reply], dict[str, Figure]]:
@@ -60,7 +60,7 @@ async def burst(plan: Plan, outcome: Outcome) -> None:
     with case.stock(plan) as theirs:
         async with case.sampled(theirs, 0.05) as samples:
             replies, figures = await come(theirs.port, STOCK_HEALTH, True, 10.0)
-    outcome.stock_did = "on new connections, for 10 s"
+    outcome.stock_did = "only new connections, for 10 s"
     figures |= {"accepted": sum(reply.ending == "complete" for reply in replies), **case.memory(samples)}
     outcome.stock |= {f"new connections: {label}": value for label, value in figures.items()}
 
@@ -73,7 +73,7 @@ async def all_leave(tasks: list[asyncio.Task[Any]]) -> None:
 
 async def leave(plan: Plan, outcome: Outcome) -> None:
     count = 500
-    outcome.did = f"{count} clients, all with a running stream, leave at the same moment"
+    outcome.did = f"{count} clients with a running stream each leave at the same moment"
     body = {"prompt": "ROMEO:", "max_tokens": 4000, "stream": True}
     async with ours(outcome, max_running_requests=512) as server:
         tasks = asking(server, [body] * count, sources=8, patience=120)
@@ -125,7 +125,7 @@ def bad_options(body: dict[str, Any] | bytes) -> dict[str, int]:
 
 async def bad(plan: Plan, outcome: Outcome) -> None:
     rounds = plan.count(100, 16)
-    outcome.did = f"31 good requests and a bad one (16 kinds) at the same time, {rounds} times"
+    outcome.did = f"31 good requests and 1 bad one (of 16 kinds) run at the same time, {rounds} times"
     good = [{"prompt": "ROMEO:\n", "max_tokens": 40, "seed": i, "stream": i % 2 == 0} for i in range(31)]
     endings, equal = Counter[str](), 0
     async with ours(outcome) as server:
@@ -154,7 +154,7 @@ async def bad(plan: Plan, outcome: Outcome) -> None:
             tasks[5:5] = asking(theirs, [{"prompt": "\u6f22", "max_tokens": 40}], patience=15)
             replies = await asyncio.gather(*tasks)
             given += sum(reply.body.count(b'"text"') >= 40 for reply in (*replies[:5], *replies[6:]))
-    outcome.stock_did = f"a character that the model does not know, {rounds} times"
+    outcome.stock_did = f"the bad request has an unknown character, {rounds} times"
     outcome.stock |= {"good requests": 31 * rounds, "good ones that got their text": given}
 
 
@@ -208,7 +208,8 @@ async def saturation(port: int, body: dict[str, Any], seconds: float) -> float:
 async def fairness(plan: Plan, outcome: Outcome) -> None:
     seconds = plan.count(7, 3)
     outcome.did = (
-        f"a client asks for 10 characters every {INTERVAL:g} s, for {seconds} s each: alone, and beside another's flood"
+        f"a client asks for 10 characters every {INTERVAL:g} s for {seconds} s, alone and during each flood by another "
+        "client"
     )
     median: dict[str, float] = {}
 
@@ -255,7 +256,7 @@ async def fairness(plan: Plan, outcome: Outcome) -> None:
     if plan.quick:
         return
     with case.stock(plan) as theirs:
-        outcome.stock_did = "alone, and beside 200 requests of 200 characters"
+        outcome.stock_did = "alone, and during a flood of 200 requests of 200 characters"
         alone = (await first_characters(theirs.port, ASKED_OF_STOCK, 4, marker=STOCK_EVENT)).seconds
         outcome.stock |= case.spread("alone: first character", alone, "ms")
         with flood(theirs.port, {"prompt": "ROMEO:", "max_tokens": 200}, 200):

@@ -67,7 +67,7 @@ async def keep_asking(server: Program) -> list[Reply]:
 
 async def kill_worker(plan: Plan, outcome: Outcome) -> None:
     kills, bodies = plan.count(20, 4), bodies_of(16, 1000)
-    outcome.did = f"kill -9 of the inference process, {kills} times, each under 12 streams and 4 whole answers"
+    outcome.did = f"the inference process is killed {kills} times, each time during 12 streams and 4 whole answers"
     recovery, counted, meanwhile = [], Counter[str](), Counter[str]()
     async with contextlib.AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(ours(outcome, max_restarts=RESTARTS)) for _ in range(3)]
@@ -105,7 +105,9 @@ async def kill_worker(plan: Plan, outcome: Outcome) -> None:
 
 async def kill_http(plan: Plan, outcome: Outcome) -> None:
     kills, bodies = plan.count(20, 4), bodies_of(8, 2500)
-    outcome.did = f"kill -9 of an HTTP process, {kills} times each with one and with two of them, under 8 requests"
+    outcome.did = (
+        f"an HTTP process is killed during 8 requests, {kills} times as the only one and {kills} times as one of two"
+    )
     recovery: dict[int, list[float]] = {1: [], 2: []}
     counted: dict[int, Counter[str]] = {1: Counter(), 2: Counter()}
     async with (
@@ -144,7 +146,7 @@ async def kill_http(plan: Plan, outcome: Outcome) -> None:
 
 async def kill_main(plan: Plan, outcome: Outcome) -> None:
     kills = plan.count(5, 2)
-    outcome.did = f"kill -9 of the main process under 16 requests, {kills} times"
+    outcome.did = f"the main process is killed during 16 requests, {kills} times"
     gone, counted, orphans = [], Counter[str](), 0
     for i in range(kills):
         async with ours(outcome) as server:
@@ -162,7 +164,7 @@ async def kill_main(plan: Plan, outcome: Outcome) -> None:
             outcome.check("hang" not in endings, f"kill {i}: requests hang")
     outcome.check(not orphans, f"{orphans} orphans")
     outcome.figures |= {"orphans after 10 s": orphans, "requests in flight": tell(counted)}
-    outcome.figures |= case.spread("all processes have ended after", gone)
+    outcome.figures |= case.spread("time until all processes have ended", gone)
     if plan.quick:
         return
     with case.stock(plan) as theirs:
@@ -177,8 +179,8 @@ async def kill_main(plan: Plan, outcome: Outcome) -> None:
 
 async def hang(plan: Plan, outcome: Outcome) -> None:
     outcome.did = (
-        "SIGSTOP of the inference process, and of the HTTP process, with --hang-seconds at its default, 10; SIGSTOP of "
-        "the whole process group for 20 s"
+        "SIGSTOP stops the inference process or the HTTP process, with the default of 10 for --hang-seconds. In "
+        "another run, it stops the whole process group for 20 s"
     )
 
     async def of_one(kind: str) -> None:
@@ -219,13 +221,16 @@ async def hang(plan: Plan, outcome: Outcome) -> None:
             after = await ask(server.port, SHORT, patience=20)
         never = f"never ({after.ending} after {after.seconds:.0f} s)"
         value = after.seconds if after.ending == "complete" else never
-        outcome.stock_did = "its inference process alone"
+        outcome.stock_did = "only the inference process"
         outcome.stock["inference process: next request answered after, s"] = value
         outcome.stock["/health meanwhile"] = tell(Counter(str(reply.status) for reply in probe.outcome.replies))
 
 
 async def sigterm(plan: Plan, outcome: Outcome) -> None:
-    outcome.did = "SIGTERM during 100 streams; during 10 streams and one reader that has stopped, --drain-seconds 5"
+    outcome.did = (
+        "SIGTERM arrives during 100 streams. In another run, it arrives during 10 streams and a stopped reader, with "
+        "--drain-seconds 5"
+    )
     async with ours(outcome, max_running_requests=100) as server:
         running = asking(server, [body | {"stream": True} for body in bodies_of(100, 1000)], sources=4)
         await until(lambda: server.metric("chargpt_num_requests_running") == 100)
@@ -255,7 +260,9 @@ async def sigterm(plan: Plan, outcome: Outcome) -> None:
             endings = tally(await asyncio.gather(*running))
             status = await asyncio.to_thread(server.process.wait, 60)
         seconds = time.monotonic() - began
-        outcome.figures |= {"with a stopped reader: ended after, s": seconds, "its exit status": status}
+        outcome.figures |= {
+            "with a stopped reader: ended after, s": seconds, "with a stopped reader: exit status": status,
+        }  # fmt: skip
         outcome.check(endings == {"complete": 10}, f"beside a stopped reader: {tell(endings)}")
         outcome.check(status == 0 and seconds < 5 + 6, f"with a stopped reader: status {status} after {seconds:.1f} s")
     if plan.quick:
@@ -285,7 +292,7 @@ async def clock(plan: Plan, outcome: Outcome) -> None:
     if compiler is None or os.uname().sysname != "Linux":
         outcome.skipped = "moving the clock of one program needs Linux and a C compiler"
         return
-    outcome.did = "the wall clock of all processes moved by +1 h, −1 h and back while requests run and wait"
+    outcome.did = "the wall clock of all processes moves by +1 h, by −1 h and back while requests run and wait"
     with tempfile.TemporaryDirectory() as name:
         library, offset = Path(name) / "clock.so", Path(name) / "offset"
         command = [compiler, "-shared", "-fPIC", "-O2", "-o", library, Path(__file__).with_name("clock.c"), "-ldl"]

@@ -14,46 +14,46 @@ def shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
 
 
-# Rows of the first table: the promise, the case that shows it, what was seen of this service and of stock LitServe in
-# figures of that case.
+# Rows of the first table: the promise, the case that tests it, and a template for the figures of each service.
 PROMISES = (
-    ("a worker is killed, 20 times: streams and answers go on", "worker",
-     "in flight: {requests in flight} of 320; next answer after {next request answered after, p50, s} s (p50)",
-     "in flight: {requests in flight}"),
-    ("an HTTP process is killed, of two", "http",
-     "next answer after {two processes: next request answered after, max, s} s at most", NONE),
-    ("the main process is killed: nothing is left behind", "main",
-     "{orphans after 10 s} orphans", "{orphans after 10 s} orphans"),
-    ("a process hangs (SIGSTOP): it is replaced", "hang",
+    ("Streams and answers continue after a worker is killed (20 times)", "worker",
+     "{requests in flight} of 320; next answer after {next request answered after, p50, s} s (median)",
+     "{requests in flight}"),
+    ("After one of two HTTP processes is killed, the service answers again", "http",
+     "within {two processes: next request answered after, max, s} s", NONE),
+    ("After the main process is killed, no other process is left", "main",
+     "{orphans after 10 s} left", "{orphans after 10 s} left"),
+    ("A process that hangs (SIGSTOP) is replaced", "hang",
      "next answer after {inference process: next request answered after, s} s",
      "{inference process: next request answered after, s}"),
-    ("SIGTERM during 100 streams: all end, new requests get 503", "sigterm",
+    ("After SIGTERM, 100 streams run to their end and new requests get 503", "sigterm",
      "{streams that completed} ended, {new requests that got 503} got 503, exit status {exit status}",
      "{streams that completed} ended, {new requests that got 503} got 503, exit status {exit status}"),
-    ("one client's flood of 1,000 requests: another's first character", "fairness",
-     "{flood of 1,000: first character, p50, ms} ms (p50), alone {alone: first character, p50, ms} ms",
-     "{flood of 1,000: first character, p50, ms} ms, alone {alone: first character, p50, ms} ms"),
-    ("a prompt of 99,000 characters, 128 times: the same", "fairness",
-     "{99,000 characters, n 128: first character, p50, ms} ms", NONE),
-    ("500 clients leave: their slots are free within 1 s", "leave",
+    ("While one client sends 1,000 requests, another gets its first character", "fairness",
+     "after {flood of 1,000: first character, p50, ms} ms (median); alone {alone: first character, p50, ms} ms",
+     "after {flood of 1,000: first character, p50, ms} ms; alone {alone: first character, p50, ms} ms"),
+    ("While one client runs a prompt of 99,000 characters 128 times, another gets its first character", "fairness",
+     "after {99,000 characters, n 128: first character, p50, ms} ms (median)", NONE),
+    ("The slots of 500 clients that leave are free within 1 s", "leave",
      "{busy slots 1 s later} busy", "next answer: {the next request is answered after, s}"),
-    ("a bad request beside 31 good ones, 100 times", "bad",
-     "{good texts equal to running alone} of {good requests} good texts as alone",
+    ("A bad request does not change 31 good ones beside it (100 times)", "bad",
+     "{good texts equal to running alone} of {good requests} texts as alone",
      "{good ones that got their text} of {good requests}"),
-    ("10,000 requests at once over new connections: memory is bounded, accepted ones end", "burst",
-     "{new connections: memory at most, MB} MB, {new connections: accepted} ended, the others got 429",
-     "{new connections: memory at most, MB} MB, {new connections: accepted} ended"),
-    ("one connection pipelines 1,000 requests of the largest file and reads nothing", "attacks",
-     "{1,000 pipelined GET /openapi.json, unread: over idle at most, MB} MB over idle", NONE),
-    ("16 clients send patterns that do not compile: another's /livez", "attacks",
-     "{16 clients with patterns that do not compile: /livez, max, ms} ms at most", NONE),
-    ("20 minutes of mixed traffic: each accepted sequence ends once", "soak",
-     "{endings} of {sequences accepted}; worker's memory {inference: slope of memory, MB per hour} MB per hour", NONE),
+    ("10,000 requests at once on new connections end or get 429, in bounded memory", "burst",
+     "{new connections: accepted} ended, {new connections: peak memory, MB} MB",
+     "{new connections: accepted} ended, {new connections: peak memory, MB} MB"),
+    ("A connection that pipelines 1,000 requests and reads nothing takes little memory", "attacks",
+     "{1,000 pipelined GET /openapi.json, unread: memory above idle, max, MB} MB", NONE),
+    ("While 16 clients send patterns that do not compile, another's /livez is answered", "attacks",
+     "within {16 clients with patterns that do not compile: /livez, max, ms} ms", NONE),
+    ("Each sequence accepted in 20 minutes of mixed traffic ends once", "soak",
+     "{endings} of {sequences accepted}; the worker grows by {inference: slope of memory, MB per hour} MB per hour",
+     NONE),
 )  # fmt: skip
 
 
 def promises(cases: dict[str, Any]) -> list[str]:
-    """The promises, beside what was seen; of the cases that ran to their end."""
+    """The table of promises. It omits cases that did not run to their end."""
 
     def filled(template: str, figures: dict[str, Any]) -> str | None:
         if not figures.keys() >= set(re.findall(r"\{(.*?)\}", template)):
@@ -68,7 +68,7 @@ def promises(cases: dict[str, Any]) -> list[str]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A table of all cases, then one of each with stock LitServe beside it."""
+    """The tables of promises and of cases, then one for each case that compares it with stock LitServe."""
     cases = results["cases"]
     failed = [name for name, case in cases.items() if case["failures"]]
     lines = ["# Results of `make chaos`", ""]
@@ -79,7 +79,7 @@ def markdown(results: dict[str, Any]) -> str:
         + f", in {results['seconds'] / 60:.0f} minutes{', --quick' if results['quick'] else ''}.",
         "",
     ]
-    rows = [["case", "done", "checks", "failures", "goals met", "seconds"]]
+    rows = [["case", "test", "checks", "failures", "goals met", "seconds"]]
     for name, case in cases.items():
         goals = f"{sum(case['goals'].values())} of {len(case['goals'])}" if case["goals"] else NONE
         failures = f"skipped: {case['skipped']}" if case["skipped"] else shown(len(case["failures"]))
@@ -102,7 +102,7 @@ def markdown(results: dict[str, Any]) -> str:
         lines += [""] if case["goals"] or case["failures"] else []
     lines += [
         f"- {conditions(results)}.",
-        "- Clients and servers share the cores. A client is an address 127.0.0.x. Raw values are in results.json.",
-        "- Elsewhere: random valid and invalid requests by schemathesis in tests/http/test_openapi.py.",
+        "- Clients and servers share the cores. Each client has an address 127.0.0.x. results.json has the raw values.",
+        "- tests/http/test_openapi.py sends random valid and invalid requests, generated by schemathesis.",
     ]
     return "\n".join(lines) + "\n"

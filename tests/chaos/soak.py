@@ -50,9 +50,9 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
     duration = seconds(plan)
     every = plan.count(120, 15)
     outcome.did = (
-        f"{duration / 60:g} minutes of mixed traffic by {USERS} clients, of whom some leave, read slowly or send "
-        f"nonsense; in the first half the inference process is killed every {every} s, the second half, whose memory "
-        "counts, has no faults but the clients"
+        f"{USERS} clients send mixed traffic for {duration / 60:g} minutes. Some leave, read slowly or send nonsense. "
+        f"In the first half, the inference process is killed every {every} s. "
+        "The memory figures are from the second half"
     )
     kinds, wrong, statuses = Counter[str](), Counter[str](), Counter[str]()
     first: list[float] = []

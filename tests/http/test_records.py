@@ -187,6 +187,15 @@ def test_distributions_infill_and_attention_see_the_beginning(ask):
     assert (one["text"], one["data"]) == (other["text"], other["data"])
 
 
+def test_the_beginning_counts_in_the_limit_of_attention(server):
+    limit = web.get(f"{server.url}/info", params={"model": "records"}).json()["limits"]["max_attention_characters"]
+    for length, status in ((limit - 1, 200), (limit, 400)):
+        body = {"model": "records", "text": "A" * length, "layer": 0, "head": 0}
+        answer = web.post(f"{server.url}/v1/attention", json=body)
+        assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"].startswith(f"text: at most {limit - 1} characters after")
+
+
 def test_information_says_records(server):
     for model, is_records in (("records", True), ("texts", False)):
         info, tokenizer = (
