@@ -371,9 +371,7 @@ def test_surprise_is_that_of_the_service(visit, server):
     losses = web.get(f"{server.url}/info").json()["model"]["training"]["losses"]
     usual = {name: f"{losses[name] / math.log(2):.2f}" for name in ("whole", "bigram")}
     numbers, verdict = page.locator("#read-numbers"), page.locator("#read-verdict")
-    expect(numbers).to_contain_text(
-        f"Validation text{usual['whole']}Validation text, by counting pairs{usual['bigram']}"
-    )
+    expect(numbers).to_contain_text(f"Validation text{usual['whole']}… by counting pairs{usual['bigram']}")
     expect(verdict).to_have_text(re.compile("^This text surprises the model more than its validation text"))
     page.fill("#text", "zxqj vvkz, qqx")
     expect(verdict).to_contain_text("Counting pairs of characters predicts")
