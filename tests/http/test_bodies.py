@@ -332,6 +332,12 @@ def test_a_plain_request_means_what_pydantic_says(kind, fields, unknown):
     check_plain(kind, {"max_tokens": 3} | fields | ({"user": "x"} if unknown else {}))
 
 
+def test_a_plain_request_has_no_more_min_tokens_than_max_tokens():
+    for fields in ({"max_tokens": 3}, {"min_tokens": 4, "max_tokens": 4}):
+        assert reading._plain(GenerateRequest, {"prompt": "a"} | fields) is not None
+    assert reading._plain(GenerateRequest, {"prompt": "a", "min_tokens": 4, "max_tokens": 3}) is None
+
+
 def check_plain(kind, fields):
     fields = decode(json.dumps(fields).encode())
     plain = reading._plain(kind, fields)

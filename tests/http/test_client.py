@@ -13,6 +13,7 @@ from service.http.api.errors import ApiError
 from service.http.engine.client import MAX_RUNS, REFUSING_SECONDS, EngineClient
 from service.http.engine.model import Model
 from service.http.engine.patterns import PatternThread
+from service.http.request import Request
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
@@ -42,7 +43,7 @@ class Peer:
         self.state.beat("worker-0")
 
     async def until(self, condition):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             while not condition():
                 messages = [message for _, message in self.worker.receive(block=False)]
                 self.received += [message for message in messages if message != ConsumerLost()]
@@ -120,6 +121,9 @@ async def test_a_prompt_that_may_have_run_counts_where_its_client_leaves(peer):
     await peer.until(lambda: generation.sequences[1].is_begun)
     generation.abort()
     assert [sequence.num_unseen for sequence in generation.sequences] == [3, 0]
+    request = Request("POST", "/generate", b"", [], "", 0.0)
+    request.generations = [generation]
+    assert request.num_run_characters == 3 + 2 + 1  # the second one's prompt, and its character
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

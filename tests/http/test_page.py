@@ -188,6 +188,8 @@ def test_hover_shows_alternatives_and_a_click_branches(visit, server):
     expect(page.locator("#peek")).to_be_visible()
     tops = choice["logprobs"]["top_logprobs"][40]
     assert page.locator("#peek button").count() == len(tops)
+    bits = -choice["logprobs"]["token_logprobs"][40] / math.log(2)
+    expect(page.locator("#peek")).to_contain_text(f"{bits:.1f} bits")
     other = next(c for c in sorted(tops, key=tops.get, reverse=True) if c != choice["text"][40] and c.isalpha())
     page.fill("#seed", "")
     page.locator("#peek button", has=page.get_by_text(other, exact=True)).click()
@@ -361,6 +363,8 @@ def test_surprise_is_that_of_the_service(visit, server):
     page.fill("#text", text)
     score = web.post(f"{server.url}/v1/score", json={"texts": text}).json()["data"][0]
     expect(page.locator("#read-numbers .big")).to_have_text(f"{score['bits_per_character']:.2f}")
+    bits = f"{score['nats'] / math.log(2):.0f} bits for {len(text) - 1} characters"
+    expect(page.locator("#read-numbers")).to_contain_text(bits)
     spans = page.locator("#read-text span[data-c]")
     expect(spans).to_have_count(len(text))
     worst = max(range(1, len(text)), key=lambda i: score["character_nats"][i])

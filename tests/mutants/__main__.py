@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import os
 import shutil
 import subprocess
@@ -20,8 +21,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 LIBRARIES = ("service/engine/_native_*.so", "training/_fused_*.so")
+# Bytecode is of the unchanged sources. Hypothesis draws the same examples each time. Threads: as in conftest.py.
+ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "CI": "true", "OMP_NUM_THREADS": "1"}
 HANG_SECONDS = 60  # of one test, which then fails; pytest-timeout ends it even where it does not return to Python
 PASSED, FAILED = 0, 1  # pytest's exit statuses; others are no verdict on a change
 
@@ -69,16 +74,22 @@ def copy_to(folder: Path) -> None:
 
 
 def run(folder: Path, tests: Iterable[str]) -> tuple[int, str]:
-    """The exit status of pytest, and its last lines."""
-    # Bytecode is of the unchanged sources. Hypothesis draws the same examples each time.
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "CI": "true"}
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "tools or not tools"]
-    options += [f"--timeout={HANG_SECONDS}", "--timeout-method=thread"]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
+    """The exit status of pytest, and its last lines. A fork of this process runs it, which has imported torch once."""
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, timeout=1800)
+        child = os.fork()
+        if not child:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            os.chdir(folder)
+            sys.path[0] = str(folder)
+            for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+                del sys.modules[name]
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "tools or not tools"]
+            options += [f"--timeout={HANG_SECONDS}", "--timeout-method=thread"]
+            os._exit(pytest.main([*options, *tests]))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)
-        return process.returncode, "".join(output.readlines()[-12:])
+        return status, "".join(output.readlines()[-12:])
 
 
 def verdict_of(status: int, output: str) -> str:
@@ -98,6 +109,9 @@ def main() -> int:
     if arguments.rotate:
         mutants = in_rotation(mutants, arguments.rotate, datetime.date.today().toordinal())
     started, counts = time.monotonic(), Counter[str]()
+    os.environ |= ENVIRONMENT
+    sys.dont_write_bytecode = True
+    importlib.import_module("torch")
     with tempfile.TemporaryDirectory(prefix="chargpt-mutants-") as name:
         folder = Path(name)
         copy_to(folder)
@@ -106,10 +120,11 @@ def main() -> int:
             print(f"{output}\nmake mutants: the tests must pass before a change", file=sys.stderr)
             return 2
         for number, mutant in enumerate(mutants, 1):
-            began, file = time.monotonic(), folder / mutant.file
+            began, file, unchanged = time.monotonic(), folder / mutant.file, folder / "unchanged"
+            shutil.copy2(file, unchanged)  # its time too, which its bytecode has
             file.write_text(mutant.applied(folder), encoding="utf-8")
             status, output = run(folder, [mutant.tests])
-            shutil.copy2(ROOT / mutant.file, file)  # its time too, which its bytecode has
+            unchanged.replace(file)
             verdict = verdict_of(status, output)
             counts[verdict] += 1
             seconds = time.monotonic() - began

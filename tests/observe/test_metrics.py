@@ -102,6 +102,12 @@ def test_inter_token_latency_has_one_observation_per_character_after_the_first(s
     assert increase("chargpt_request_time_per_output_token_seconds_count") == 2
     assert increase("chargpt_generation_tokens_total") == 63
     assert increase("chargpt_request_generation_tokens_sum") == 63
+    with Increases(server) as increase:
+        generate_all(server, [{"max_tokens": 2}])  # the second one takes all the time after the first one
+    each, decode = (
+        increase(f"chargpt_request_{name}_seconds_sum") for name in ("time_per_output_token", "decode_time")
+    )
+    assert each == pytest.approx(decode) and each > 0
 
 
 def test_requests_are_counted_by_finish_reason_and_gauges_return_to_zero(server):
