@@ -324,6 +324,9 @@ def test_constraints_are_checked_as_one_types(visit, server):
     refusal = web.post(f"{server.url}/generate", json={"prompt": "a", "regex": "[a-z]+("}).json()["error"]["message"]
     expect(note).to_have_text(re.compile(re.escape(refusal[1:])))
     expect(note).to_have_class("error")
+    page.fill("#regex", "[a-z]{90}")
+    expect(note).to_have_text(re.compile("^For example: [a-z]{90}$"))
+    assert note.evaluate("it => it.scrollWidth <= it.clientWidth"), "a long word is broken"
     page.fill("#regex", "[A-Z][a-z]{2,5}!")
     expect(note).to_have_text(re.compile("^For example: [A-Z][a-z]{2,5}!$"))
     (text,) = write(page)
