@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from service.constrain.automaton import MinimumLength
 from service.constrain.regex import RegexError, compile_regex, ended
@@ -98,18 +98,20 @@ def command(args: argparse.Namespace) -> None:
     table = csv.writer(sys.stdout, lineterminator="\n")
     if args.format == "csv":
         table.writerow(("text", "seed"))
+    # Texts go to standard output, which may be a file; rich would send them to the console.
+    is_hidden = not console.is_terminal or args.n == 1 or sys.stdout.isatty()
+    bar = Progress(console=console, disable=is_hidden, redirect_stdout=False)
     try:
-        for number, (seed, ids) in enumerate(
-            track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
-        ):
-            characters += len(ids)
-            text = given + tokenizer.decode(ids)
-            if args.format == "csv":
-                table.writerow((text, seed))
-            elif args.format == "jsonl":
-                print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
-            else:
-                print(separator if number else "", text, sep="", end="")
+        with bar:
+            for number, (seed, ids) in enumerate(bar.track(texts, total=args.n, description="texts")):
+                characters += len(ids)
+                text = given + tokenizer.decode(ids)
+                if args.format == "csv":
+                    table.writerow((text, seed))
+                elif args.format == "jsonl":
+                    print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
+                else:
+                    print(separator if number else "", text, sep="", end="")
     finally:  # before an error's line too
         if args.format == "text":
             print(flush=True)

@@ -13,6 +13,8 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +35,8 @@ LINES = 4096  # scored together
 SURROGATE = 0xDC00  # plus a byte that is not UTF-8, as `data.read_lines` gives it
 MAX_REPORTED = 20  # lines that are not scored
 COLUMNS = (
-    "line", "text", "characters", "unknown_characters", "nats", "nats_per_character", "bits_per_character", "perplexity"
+    "line", "text", "characters", "nats", "nats_per_character", "bits_per_character", "perplexity",
+    "unknown_characters",
 )  # fmt: skip
 
 Row = dict[str, Any]  # of COLUMNS
@@ -72,17 +75,26 @@ def command(args: argparse.Namespace) -> None:
     encoder, tally = encoder_of(args, checkpoint), Tally()
     records = checkpoint.record_end is not None if args.records is None else args.records
     is_ranked = args.sort or args.top is not None
-    console = Console(stderr=True, quiet=sys.stdout.isatty() and not is_ranked)  # no bar among the rows
-    with show_forwards(console, "scoring", args.data.stat().st_size, "bytes") as advance:
+    with show_progress(args.data, among_rows=not is_ranked) as advance:
         lines = tally.counted(read_lines(args.data))
         rows = score_lines(model, encoder, lines, records=records, refused=tally.refuse, advance=advance)
         if is_ranked:
             rows = iter(strangest(rows, args.top))
-    write_rows(rows, COLUMNS, args.format)
+        else:
+            write_rows(rows, COLUMNS, args.format)
+    if is_ranked:  # below the bar
+        write_rows(rows, COLUMNS, args.format)
     encoder.report()
     if tally.num_refused:
         more = f", the first {MAX_REPORTED} of which are named above" if tally.num_refused > MAX_REPORTED else ""
         raise DataError(f"{plural(tally.num_refused, 'line')} of {tally.num_lines:,} not scored{more}")
+
+
+def show_progress(file: Path, among_rows: bool) -> AbstractContextManager[Advance]:
+    """Of the bytes scored; none among rows on a terminal."""
+    if among_rows and sys.stdout.isatty():
+        return nullcontext(int)
+    return show_forwards(Console(stderr=True), "scoring", file.stat().st_size, "bytes")
 
 
 def encoder_of(args: argparse.Namespace, checkpoint: Checkpoint) -> Encoder:
@@ -148,11 +160,11 @@ def row_of(line: Line, count: int, nats: float) -> Row:
         "line": line.number,
         "text": line.text,
         "characters": count,
-        "unknown_characters": line.num_unknown,
         "nats": nats,
         "nats_per_character": mean,
         "bits_per_character": None if mean is None else bits(mean),
         "perplexity": None if mean is None else math.exp(mean),
+        "unknown_characters": line.num_unknown,
     }
 
 

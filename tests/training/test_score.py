@@ -1,10 +1,16 @@
 """`score`, and the losses of pieces by the native engine, against one plain forward for each text."""
 
+import contextlib
 import csv
 import io
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +31,7 @@ from training.native_scores import NativeScorer
 from training.saving import save_checkpoint
 
 EXACT = random_model(torch.float64)
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -296,3 +303,29 @@ def test_the_estimate_counts_streamed_text_at_its_own_speed(tmp_path, monkeypatc
         slow = run.estimate(0.0)
     seconds = [float(re.search(r"training, ([\d.]+) s of scoring", it)[1]) for it in (quick, slow)]
     assert seconds[1] - seconds[0] >= 0.02 * len(run.corpus.val) - 2
+
+
+@pytest.mark.parametrize(
+    "command", ["sample -n 3 --max-tokens 9 --format jsonl", "score --data lines.txt", "score --top 2"]
+)
+def test_rows_go_to_a_file_while_the_terminal_shows_a_bar(checkpoint, lines, tmp_path, command):
+    """They went to the terminal instead."""
+    if command == "score --top 2":
+        command += " --data lines.txt"
+    lines("The cat\nsat on\nthe mat")
+    terminal, other = pty.openpty()
+    with open(tmp_path / "rows", "wb") as file:
+        done = subprocess.Popen(
+            [sys.executable, "-m", "training", *command.split(), "--checkpoint", checkpoint],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}, cwd=tmp_path, stdout=file, stderr=other,
+        )  # fmt: skip
+        os.close(other)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal has been closed
+            while part := os.read(terminal, 1 << 16):
+                shown += part
+        assert done.wait(60) == 0
+    os.close(terminal)
+    written = (tmp_path / "rows").read_text().splitlines()
+    assert len(written) == (2 if "top" in command else 3)
+    assert b"\xe2\x94\x81" in shown and written[-1].encode()[:20] not in shown  # a bar's line, and no row
