@@ -11,7 +11,8 @@ import torch
 from service.constrain.automaton import MinimumLength
 from service.constrain.regex import compile_choice, compile_regex, compile_without
 from service.engine.backends import open_runner
-from service.engine.draw import candidate_seed
+from service.engine.draw import Draw as Running
+from service.engine.draw import candidate_seed, shared_out
 from service.engine.engine import Engine
 from service.engine.scheduler import BusyError
 from service.model.params import SamplingParams
@@ -418,6 +419,26 @@ def test_draws_of_several_clients_share_the_slots(make, monkeypatch):
         rows += engine.stats.num_decode_rows
     spent = [it.num_run for it in engine.draws.values()]
     assert min(spent) > 50 and rows > 2 * steps, (spent, rows)
+
+
+def test_slots_go_to_draws_by_their_clients_weights():
+    options = dict(pattern="[ab]*", answers=99)
+    draws = [Running(draw(id, client="ab"[id], weight=[3.0, 1.0][id], **options), 0.0, 99) for id in range(2)]
+    for number, it in enumerate(shared_out(draws, 8)):
+        it.next(number, 0.0)
+    assert [len(it.running) for it in draws] == [6, 2]
+
+
+@on_any
+def test_characters_of_dropped_candidates_ran_unseen(make):
+    engine = make(1)
+    engine.submit(draw(1, "[ab]*bb\n", answers=3))
+    num_run, deltas = 0, []
+    for _ in range(1000):
+        deltas += engine.step()
+        num_run += engine.stats.num_prefill_tokens + engine.stats.num_candidate_tokens
+    assert deltas[-1].finish_reason == "stop" and deltas[-1].drawn.candidates > 3
+    assert num_run == 1 + sum(len(delta.ids) for delta in deltas) + deltas[-1].num_unseen  # 1: the prompt
 
 
 @on_any
