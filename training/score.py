@@ -1,8 +1,8 @@
 """`score`: the log-likelihood of each line of a text, in batches.
 
 As /v1/score of the service has it: a line is a text of its own, whose first character has nothing before it and is not
-scored; its line break is no part of it. Of a model of records each line is scored as one, from the line break before it
-to its own.
+scored; its line break is no part of it. Of a model of records each record is scored as it is trained on, from the end
+of the one before to its own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 
 from service.model.gpt import GPT
 from service.model.tokenizer import UnknownCharacterError
-from training.data import DataError, read_lines
+from training.data import DataError, read_records
 from training.evaluate import bits, piece_sums
-from training.inputs import Encoder, load_model
+from training.inputs import OF_TEXT, Encoder, load_model, splitting_of
 from training.messages import plural
 
 LINES = 4096  # scored together
@@ -40,7 +40,9 @@ def command(args: argparse.Namespace) -> None:
             print(f"line {number:,}: {reason}", file=sys.stderr)
 
     records = checkpoint.record_end is not None if args.records is None else args.records
-    for record in score_lines(model, encoder, read_lines(args.data), records=records, refused=refused):
+    separator, column, end = splitting_of(checkpoint) if records else OF_TEXT
+    lines = read_records(args.data, separator, column)
+    for record in score_lines(model, encoder, lines, records=records, end=end or "\n", refused=refused):
         num_scored += 1
         print(json.dumps(record, ensure_ascii=False))
     encoder.report()
@@ -50,26 +52,32 @@ def command(args: argparse.Namespace) -> None:
 
 
 def score_lines(
-    model: GPT, encoder: Encoder, lines: Iterable[str], *, records: bool, refused: Callable[[int, str], None]
+    model: GPT,
+    encoder: Encoder,
+    lines: Iterable[str],
+    *,
+    records: bool,
+    end: str = "\n",
+    refused: Callable[[int, str], None],
 ) -> Iterator[dict[str, Any]]:
-    """The scores of each line, in order; `characters` are those scored, with `records` the line break too.
+    """The scores of each line, or record, in order; `characters` are those scored, with `records` the `end` too.
 
     A line that is not UTF-8 or has unknown characters is left out: `refused` is called with its number, from 1, and
     the reason.
 
     Raises:
-        DataError: with `records`, the vocabulary has no line break.
+        DataError: with `records`, the vocabulary has no `end`.
     """
-    if records and "\n" not in encoder.tokenizer:
+    if records and end not in encoder.tokenizer:
         raise DataError("--records needs a model whose vocabulary includes the line break; this one does not")
-    end = np.array(encoder.tokenizer.encode("\n") if records else [], np.int64)
+    edge = np.array(encoder.tokenizer.encode(end) if records else [], np.int64)
     group: list[tuple[int, str, np.ndarray]] = []
     for number, line in enumerate(lines, 1):
         try:
             if offset := next((i for i, c in enumerate(line, 1) if "\ud800" <= c <= "\udfff"), 0):
                 refused(number, f"byte 0x{ord(line[offset - 1]) - SURROGATE:02X} at offset {offset - 1} is not UTF-8")
                 continue
-            group.append((number, line, np.concatenate((end, encoder.encode(line), end))))
+            group.append((number, line, np.concatenate((edge, encoder.encode(line), edge))))
         except UnknownCharacterError as error:
             refused(number, str(error))
         if len(group) == LINES:

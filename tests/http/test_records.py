@@ -114,7 +114,7 @@ def test_a_pattern_ends_where_the_record_does(ask, choices):
     ("fields", "message"),
     [
         ({"regex": "a\nb"}, "regex: nothing can match: a record has '\\n' at its end alone; use ignore_eos"),
-        ({"regex": "()"}, "regex: no match has 1 character before the line break that ends it"),
+        ({"regex": "()"}, "regex: no match has 1 character before the end of the record"),
         ({"regex": "[a-z]{6}", "max_tokens": 5}, "regex: the shortest match has 6 characters, max_tokens is 5"),
         ({"choice": ["ab"], "bad_words": ["b"]}, "choice: nothing can match that has none of bad_words"),
     ],

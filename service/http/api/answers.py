@@ -298,8 +298,13 @@ class TokenizerInfo(msgspec.Struct):
 
     tokenizer_class: Literal["CharTokenizer"]
     vocab_size: int
-    bos_token: Annotated[str | None, about("what an empty prompt means: a line break, if in the vocabulary")]
-    eos_token: Annotated[str | None, about("what ends a text: of a model of records a line break")]
+    bos_token: Annotated[
+        str | None, about("what an empty prompt means: a line break, if in the vocabulary; of records, their end")
+    ]
+    eos_token: Annotated[
+        str | None,
+        about("what ends a text: a record a line break, or U+001E if it may have several lines"),
+    ]
     unk_token: Annotated[str | None, about("the unknown symbol, U+FFFD, of a vocabulary without rare characters")]
     pad_token: None
 
@@ -328,7 +333,7 @@ class ServedModel(msgspec.Struct):
     checkpoint_sha256: str
     config: Annotated[dict[str, Any], about("hyperparameters of the network")]
     vocabulary: Annotated[str, about("every character; its index is its id")]
-    records: Annotated[bool, about("it was trained on records: a prompt begins one, a line break ends it")]
+    records: Annotated[bool, about("it was trained on records: a prompt begins one, and the model ends it")]
     example_prompt: Annotated[str, about("a text to begin with; empty for records")]
     training: Annotated[dict[str, Any], about("training.json without paths: recipe, data and losses")]
 

@@ -149,13 +149,13 @@ def check_ids(model: Model, ids: list[int], param: str, name: str | None = None)
 
 
 def begun(model: Model, ids: list[int], param: str) -> list[int]:
-    """What the model sees of a prompt: of records, a line break first, unless the prompt begins with one itself.
+    """What the model sees of a prompt: of records, what ends one first, unless the prompt begins with it itself.
 
     An empty prompt means the beginning of a document, a line break. Raises ApiError: 400, the vocabulary has none.
     """
     end = model.record_end
-    if end is not None and ids and ids[0] != end:
-        return [end, *ids]
+    if end is not None:
+        return ids if ids[:1] == [end] else [end, *ids]
     if ids:
         return ids
     if "\n" not in model.tokenizer:

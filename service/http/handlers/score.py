@@ -98,7 +98,7 @@ async def _encoded(
         await pause.if_due()
         if body.texts is None:
             ids = before + ids
-        elif end is not None:  # each from its first character to the line break that ends it
+        elif end is not None:  # each from its first character to its end
             first, last = ids[:1], ids[-1:]
             ids = ids if first == before else before + ids
             ids = ids if last == before else ids + before
