@@ -26,8 +26,8 @@ NATIVE := service/engine/native.cpp training/fused.cpp
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train bundled native image lock sbom test test-native-sanitized test-slow test-tools chaos chaos-train \
-  framing bench bench-quick bench-table bench-train bench-exact gpu-check load load-sweep rules lint clean
+.PHONY: help serve train bundled native image lock sbom test test-native-sanitized test-slow test-tools mutants chaos \
+  chaos-train framing bench bench-quick bench-table bench-train bench-exact gpu-check load load-sweep rules lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -96,6 +96,9 @@ test-native-sanitized: $(VENV)/.installed-test ## run the tests of both native l
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	  CHARGPT_NATIVE_LIBRARY='$(abspath $(SANITIZED))' CHARGPT_FUSED_LIBRARY='$(abspath $(SANITIZED_FUSED))' \
   $(BIN)/python -m pytest tests/engine tests/training/test_fused.py -k 'native or sanitized' $(ARGS)
+
+mutants: $(VENV)/.installed-test ## break the sources line by line, and see that a test fails each time; ARGS='--only wire' selects
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 chaos: $(VENV)/.installed-test ## kill, hang, flood and starve real servers, under 30 minutes: tests/chaos/RESULTS.md
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -2,24 +2,33 @@
 chosen at run time.
 
 Plain shared libraries for ctypes, `_native_v4.so` and so on: they need neither Python's nor torch's headers, and one
-build serves every Python. setuptools takes them for extension modules, and so puts them into wheels for this platform.
+build serves every Python 3. setuptools takes them for extension modules, and so puts them into wheels for this
+platform. A wheel is tagged py3-none-manylinux_2_NN_ARCHITECTURE, with NN by the symbols that its libraries need.
 
 The build is optional. Without a compiler the installation succeeds, prints one line (which pip shows with -v), and
 service and training use torch. CXX names another compiler, CXXFLAGS adds flags.
 
     python setup.py build_ext --inplace      # or: make native
+
+Another machine's compiler builds its wheel, here that of arm64:
+
+    CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 pip wheel --no-deps .
 """
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # Relative to this file, as setuptools demands. An image that only serves lacks the second.
@@ -33,13 +42,15 @@ OWN_FLAGS = {
     FUSED: ["-ffp-contract=fast"],
 }
 VARIANTS: dict[str, list[str]] = {"base": []}
-if platform.machine().lower() in ("x86_64", "amd64"):
+if sysconfig.get_platform().endswith(("x86_64", "amd64")):
     VARIANTS = {
         "v4bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
         "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
         "v3": ["-march=x86-64-v3"],
     }
 COMPILERS = ("c++", "g++", "clang++")
+# libstdc++'s symbols up to GLIBCXX_3.4.MM: every distribution with glibc 2.NN or later has them (auditwheel's table).
+LIBSTDCXX = {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35, 33: 39}
 
 
 class NotCompiled(Exception):
@@ -115,6 +126,36 @@ class BuildNative(build_ext):
         return None
 
 
+class Wheel(bdist_wheel):
+    """A wheel for every Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        *_, platform_tag = super().get_tag()
+        return "py3", "none", manylinux(platform_tag, Path(self.bdist_dir).rglob("*.so"))
+
+
+def manylinux(platform_tag: str, libraries: Iterable[Path]) -> str:
+    """linux_x86_64 as manylinux_2_NN_x86_64: distributions with glibc 2.NN or later have every symbol that is needed.
+
+    The tag stays as it is if the table lacks a symbol, or if this machine's glibc is older than 2.NN, since pip would
+    refuse the wheel where it was built.
+    """
+    content = b"".join(library.read_bytes() for library in libraries)
+
+    def newest(symbol: bytes) -> int:
+        return max((int(minor) for minor in re.findall(rb"\0" + symbol + rb"(\d+)(?=[.\0])", content)), default=0)
+
+    name, version = platform.libc_ver()
+    if name != "glibc" or not content:
+        return platform_tag
+    of_libstdcxx = [its for minor, its in LIBSTDCXX.items() if minor >= newest(rb"GLIBCXX_3\.4\.")]
+    relr = 36 if b"\0GLIBC_ABI_DT_RELR\0" in content else 0
+    needed = max(newest(rb"GLIBC_2\."), relr, min(of_libstdcxx, default=sys.maxsize))
+    if needed > int(version.split(".")[1]):
+        return platform_tag
+    return platform_tag.replace("linux_", f"manylinux_2_{needed}_", 1)
+
+
 def warn(message: str) -> None:
     print(f"chargpt: {message}", file=sys.stderr)
 
@@ -127,5 +168,7 @@ if __name__ == "__main__":
             for variant in VARIANTS
             if Path(__file__).parent.joinpath(source).exists()
         ],
-        cmdclass={"build_ext": BuildNative},
+        cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
+        # Not an entry point: that would import service before it could look at the import path.
+        scripts=["service/chargpt"],
     )

@@ -14,3 +14,11 @@ def release(package: str = "chargpt") -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "0.0"
+
+
+def installing(extra: str) -> str:
+    """The shell command that installs an extra of this package. pip takes the package as it is already installed."""
+    import shlex
+    import sys
+
+    return f"{shlex.quote(sys.executable)} -m pip install 'chargpt[{extra}]'"

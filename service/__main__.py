@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from service.settings import Settings
 
-if __name__ in ("__main__", "__mp_main__"):  # the latter: an inference process
-    gc.disable()  # while modules are imported, which leaves little garbage
+if __name__ in ("__main__", "__mp_main__"):  # __mp_main__: an inference process
+    gc.disable()  # during imports, which leave little garbage
 
 
 def main() -> int:
-    """Exit status: 0 after a signal, 1 when the server failed, 2 for bad settings, a bad checkpoint or a taken port."""
-    if sys.stderr is None:  # closed by whoever started this
+    """Return 0 after a signal, 1 if the server failed, 2 for bad settings, a bad checkpoint or a taken port."""
+    if sys.stderr is None:  # the caller closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.set_inheritable(2, True)  # for all processes
         sys.stderr = open(2, "w")
-    # PID 1 of a container has no default action for signals: without this it could not be stopped while loading.
-    # os._exit, not an exception: C extensions can swallow one raised during their import, or turn it into another.
+    # PID 1 of a container has no default action for signals. Without this, it cannot be stopped while loading.
+    # os._exit, not an exception: C extensions may swallow or change one raised during their import.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until Server.run
@@ -35,7 +35,7 @@ def main() -> int:
 
         print(f"chargpt {release()}")
         return 0
-    # NumPy's own threads fight with the engine's for the CPUs. OpenBLAS reads this once, when NumPy is imported.
+    # NumPy's threads would compete with the engine's for the CPUs. OpenBLAS reads this when NumPy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from service.settings import read_settings
 
@@ -43,11 +43,11 @@ def main() -> int:
 
 
 def serve(settings: "Settings", **options: Any) -> int:
-    """Serve until a signal; `options` are those of `build_server`. Returns main's exit status."""
+    """Serve until a signal, and return the exit status of `main`. `options` are those of `build_server`."""
     from service.process import FolderError, run_folder
     from service.settings import program
 
-    # GNU OpenMP's threads spin while they wait and take the core from HTTP processes.
+    # GNU OpenMP's threads spin while they wait, and take the core from HTTP processes.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     status = 0
     problem: Exception | None = None
@@ -77,7 +77,9 @@ def serve(settings: "Settings", **options: Any) -> int:
     except FolderError as error:
         status, problem = 2, error
     with contextlib.suppress(OSError):
-        if problem is not None and select.select([], [2], [], 1)[1]:  # else nobody reads it: print would wait for ever
+        if (
+            problem is not None and select.select([], [2], [], 1)[1]
+        ):  # otherwise nobody reads stderr, and print would wait forever
             print(f"{program()}: {problem}", file=sys.stderr)
     return status
 

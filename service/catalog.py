@@ -1,15 +1,15 @@
-"""The checkpoints that are served, by name, and how one list of them replaces another without a lost request.
+"""The list of served checkpoints, and the rollout of a new list without a lost request.
 
-The main process owns the `Catalog`. It reads the folders at start and at SIGHUP, copies what is new into the run's own
-folder, which nobody replaces, and publishes a `Listing` there, step by step:
+The main process owns the `Catalog`. It reads the folders at start and at SIGHUP, copies new checkpoints into the run's
+own folder, and publishes a `Listing` there in three steps:
 
-    load    workers load what is new; requests go where they went
-    serve   HTTP processes send new requests to it; running ones stay where they are
-    drop    workers drop what is old, as soon as no request uses it; the next list need not wait for that
+    load    Workers load the new checkpoints. Requests go to the old ones.
+    serve   HTTP processes send new requests to the new checkpoints. Running requests stay where they are.
+    drop    Workers drop an old checkpoint when no request uses it. The next rollout does not wait for this.
 
-All processes see a new listing by its generation in shared memory, and show there which one they follow. If a worker
-cannot load a checkpoint, or dies meanwhile, or a listing cannot be written, the old list stays. Knows nothing of
-engines and HTTP.
+The generation of a listing in shared memory tells all processes that it is new. They report there which one they
+follow. The old listing stays if a worker cannot load a checkpoint, if a worker dies meanwhile, or if the listing cannot
+be written. This module knows nothing about engines and HTTP.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from service.shared import MAX_NAMES, SharedState
 logger = logging.getLogger(__name__)
 
 FILE = "checkpoints.json"
-LOAD_SECONDS = 600.0  # for all workers; GPUs capture graphs meanwhile
-SERVE_SECONDS = 60.0  # for all HTTP processes
+LOAD_SECONDS = 600.0  # limit for all workers, which capture graphs on GPUs
+SERVE_SECONDS = 60.0  # limit for all HTTP processes
 
 
 class Version(msgspec.Struct, frozen=True):
-    """A checkpoint as it was when it was read, under the name by which requests choose it."""
+    """A checkpoint as it was when it was read, and the name by which requests choose it."""
 
-    id: int  # later ones have higher ones
+    id: int  # rises with each version
     name: str
-    source: str  # the folder that it was read from, for messages
+    source: str  # the original folder, for messages
     digest: str
     created_at: int  # Unix time
 
     def folder(self, run: Path) -> Path:
-        """Its copy in the run's folder."""
+        """The folder of its copy."""
         return run / f"checkpoint-{self.id}"
 
     def read(self, run: Path) -> Checkpoint:
@@ -54,12 +54,12 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct):
-    """What all processes are to hold and to serve."""
+    """The versions that all processes hold and serve."""
 
     generation: int = 0
     load: list[Version] = []  # workers hold these
     serve: list[Version] = []  # requests go to these; their names differ
-    rows: dict[str, int] = {}  # in shared memory, of every name that was ever listed
+    rows: dict[str, int] = {}  # row in shared memory of every name that was ever listed
 
     @classmethod
     def read(cls, folder: Path) -> Listing:
@@ -73,11 +73,13 @@ class Listing(msgspec.Struct):
 
 
 class Catalog:
-    """Which checkpoints the settings name, and the steps from one list of them to the next.
+    """Reads the checkpoints of the settings, and rolls out changed ones.
 
-    places: names and folders, as --checkpoint has them; model_name: of a checkpoint without a name; folder: the run's;
-    replacement: the character that replaces unknown ones by default, which every vocabulary must have; empty: each
-    vocabulary's own; None: none does.
+    places: names and folders, as in --checkpoint.
+    model_name: name of a checkpoint given without one.
+    folder: the run's own folder.
+    replacement: replaces unknown characters by default, and every vocabulary must have it; empty: each vocabulary's own
+    replacement; None: unknown characters are not replaced.
     """
 
     def __init__(
@@ -85,28 +87,28 @@ class Catalog:
     ):
         self.places, self.model_name, self.folder, self.replacement = places, model_name, folder, replacement
         self.listing = Listing()
-        self.checkpoints: dict[int, Checkpoint] = {}  # of all versions that have a copy
-        self.refused: list[str] = []  # names, at start
+        self.checkpoints: dict[int, Checkpoint] = {}  # all versions that have a copy
+        self.refused: list[str] = []  # names refused at start
         self._next_id = 1
-        self._rows: dict[str, int] = {}  # of the listing, and of the next one
-        self._has_runs: dict[Path, bool] = {}  # of each place without a name: whether it is a folder of runs
-        self.step: Literal["", "load", "serve"] = ""  # of what is rolling out
-        self._new: list[Version] = []  # being rolled out
-        self._before: list[Version] = []  # which it replaces
+        self._rows: dict[str, int] = {}  # rows of the listing and of the next one
+        self._has_runs: dict[Path, bool] = {}  # True for a place without a name that is a folder of runs
+        self.step: Literal["", "load", "serve"] = ""  # step of the rollout
+        self._new: list[Version] = []  # rolled out
+        self._before: list[Version] = []  # replaced
         self._deadline = 0.0
-        self._pids: dict[str, int] = {}  # of the workers that were running when the step began
-        self._retired: list[Version] = []  # loaded, not served, and maybe used by a request
+        self._pids: dict[str, int] = {}  # workers that were running when the step began
+        self._retired: list[Version] = []  # loaded and not served; a request may still use them
         self._can_publish = True
-        self.is_ending = False  # the service: nothing more is read
+        self.is_ending = False  # True: the service ends, so read nothing more
 
     @property
     def served(self) -> dict[str, Checkpoint]:
         return {version.name: self.checkpoints[version.id] for version in self.listing.serve}
 
     def open(self) -> None:
-        """Read all checkpoints, at start. One in a folder of runs is left out if it is bad, and logged.
+        """Read all checkpoints at start. A bad one in a folder of runs is logged and left out.
 
-        Raises CheckpointError: one that is named is bad, or there is none, or there are too many.
+        Raises CheckpointError: a named checkpoint is bad, or there is none, or there are too many.
         """
         found = self._find()
         if len(found) > MAX_NAMES:
@@ -123,15 +125,15 @@ class Catalog:
         self.listing = Listing(0, versions, versions, self._rows)
 
     def publish(self, state: SharedState) -> None:
-        """The first listing; before any other process starts. Raises OSError: the disk is full."""
+        """Publish the first listing, before any other process starts. Raises OSError: the disk is full."""
         self.listing.publish(self.folder, state)
         for name in self.refused:
             state.count_reload(self._rows[name], "refused")
 
     def refresh(self, state: SharedState) -> None:
-        """Read the folders again, and begin to roll out what has changed. Nothing may be rolling out.
+        """Read the folders again, and begin a rollout of the changes. No rollout may be in progress.
 
-        May run in a thread, while `check` is not called.
+        It may run in a thread while `check` is not called.
         """
         old = {version.name: version for version in self.listing.serve}
         try:
@@ -159,11 +161,11 @@ class Catalog:
             logger.info("checkpoints: %s", "those served before stay" if failures else "nothing has changed")
         else:
             logger.error("no checkpoint is left in %s: the old ones stay", self._folders())
-        if self._rows != self.listing.rows:  # of those that were refused
+        if self._rows != self.listing.rows:  # a refused name is new
             self._publish(state, self.listing.load, self.listing.serve)
 
     def check(self, state: SharedState) -> bool:
-        """Take the next step of a roll-out if the other processes have done the last one.
+        """Take the next step of a rollout if the other processes have done the last one.
 
         Returns True if the checkpoints that new requests use have changed.
         """
@@ -176,17 +178,17 @@ class Catalog:
         return False
 
     def _end_load(self, state: SharedState) -> bool:
-        """Serve the new versions once all workers have loaded them; take them back if one cannot."""
+        """Serve the new versions once all workers have loaded them, or revert if one cannot."""
         generation = self.listing.generation
         if not self._pids or any(state.pids[name] != pid for name, pid in self._pids.items()):
-            self._revert(state, "a worker died meanwhile, maybe of it")
+            self._revert(state, "a worker died while it was loaded")
         elif any(state.has_failed(name, generation) for name in self._pids):
             self._revert(state, "a worker could not load it; the log says why")
         elif time.monotonic() > self._deadline:
             self._revert(state, f"workers have not loaded it within {LOAD_SECONDS:g} s")
         elif all(state.follows(name, generation) for name in self._pids):
             self._before = self.listing.serve
-            if self._publish(state, self.listing.load, self._new):  # else it is tried again until the deadline
+            if self._publish(state, self.listing.load, self._new):  # otherwise try again until the deadline
                 self.step, self._deadline = "serve", time.monotonic() + SERVE_SECONDS
                 return True
         return False
@@ -194,7 +196,7 @@ class Catalog:
     def _end_serve(self, state: SharedState) -> None:
         """Retire the old versions once all HTTP processes use the new ones.
 
-        At the deadline, the processes that do not yet use them hang, and their replacements will, or read very slowly.
+        A process that is late at the deadline hangs, and its replacement will use them, or it reads very slowly.
         """
         if self._is_followed(state) or time.monotonic() > self._deadline:
             served = {version.id for version in self._new}
@@ -203,7 +205,7 @@ class Catalog:
             self._note_changes(state)
 
     def _is_followed(self, state: SharedState) -> bool:
-        """Whether every HTTP process that runs uses the current listing."""
+        """True if every running HTTP process uses the current listing."""
         running = [name for name in state.http_names if state.last_beat(name) is not None]
         return all(state.follows(name, self.listing.generation) for name in running)
 
@@ -225,7 +227,7 @@ class Catalog:
         self._drop(state)
 
     def _drop(self, state: SharedState) -> None:
-        """Of what is retired, all that no request uses."""
+        """Drop the retired versions that no request uses."""
         unused = [version for version in self._retired if not state.is_used(version.id)]
         gone = {version.id for version in unused}
         kept = [version for version in self.listing.load if version.id not in gone]
@@ -236,13 +238,13 @@ class Catalog:
                 shutil.rmtree(version.folder(self.folder), ignore_errors=True)
 
     def _publish(self, state: SharedState, load: list[Version], serve: list[Version]) -> bool:
-        """False: the disk is full, and the listing as before."""
+        """Publish a listing. Returns False if the disk is full; the old listing stays."""
         unique = list({version.id: version for version in load}.values())
         listing = Listing(self.listing.generation + 1, unique, serve, dict(self._rows))
         try:
             listing.publish(self.folder, state)
         except OSError as error:
-            if self._can_publish:  # once, as it is tried again and again
+            if self._can_publish:  # log once, because it is retried
                 logger.error("checkpoints: the new list cannot be written to %s: %s", self.folder, error.strerror)
             self._can_publish = False
             return False
@@ -255,21 +257,23 @@ class Catalog:
         state.count_reload(self._rows[name], "refused")
 
     def _add_rows(self, names: Iterable[str]) -> None:
-        """A name that comes back later finds its row again."""
+        """Give each new name a row. A name that comes back later keeps its row."""
         for name in names:
             self._rows.setdefault(name, len(self._rows))
 
     def _find(self, served: Iterable[str] = ()) -> dict[str, tuple[Path, bool]]:
-        """The folder of each name, and whether the settings name it; those of `served` may be damaged.
+        """Return the folder of each name, and whether the settings name it. A run in `served` may be damaged.
 
-        Raises CheckpointError: two have one name, or a folder of runs has none any more.
+        Raises CheckpointError: two checkpoints have the same name, or a folder of runs has lost all its runs.
         """
         found: dict[str, tuple[Path, bool]] = {}
         for given, path in self.places:
             runs: list[Path] = []
-            if given is None and self._has_runs.get(path, True):  # a run that lost best/ is no folder of runs
+            if given is None and self._has_runs.get(
+                path, True
+            ):  # a run that lost best/ does not become a folder of runs
                 runs = list(_runs(path, served))
-                if not runs and path in self._has_runs:  # not mounted, say
+                if not runs and path in self._has_runs:  # for example, not mounted
                     raise CheckpointError(f"there is no run in {path} any more")
                 self._has_runs[path] = bool(runs)
             if runs:
@@ -285,7 +289,7 @@ class Catalog:
     def _read_all(
         self, found: dict[str, tuple[Path, bool]], old: dict[str, Version]
     ) -> tuple[list[Version], dict[str, CheckpointError]]:
-        """The versions to serve, and why one could not be read; its old one stays."""
+        """Return the versions to serve, and the errors of unreadable ones. Their old versions stay."""
         versions, failures = [], {}
         for name, (path, _) in found.items():
             if self.is_ending:
@@ -299,10 +303,10 @@ class Catalog:
         return versions, failures
 
     def _read(self, name: str, path: Path, old: Version | None) -> Version:
-        """Verify a checkpoint, weights included, and copy it; `old` if it is the same.
+        """Verify a checkpoint with its weights, and copy it. Returns `old` if nothing has changed.
 
-        Raises CheckpointError: it is bad, or was changed meanwhile, or cannot be served with these settings, or the
-        disk is full.
+        Raises CheckpointError: it is bad, it was changed meanwhile, these settings cannot serve it, or the disk is
+        full.
         """
         is_seen = os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)
         if is_seen and not any(map(os.path.lexists, (path / MANIFEST, previous_of(path.absolute())))):
@@ -339,30 +343,30 @@ class Catalog:
 
 
 def _checkpoint_in(path: Path) -> Path:
-    """The checkpoint of a training run's folder is in best/."""
+    """Return the folder of the checkpoint. A training run keeps it in best/."""
     return path / "best" if not _is_checkpoint(path) and _is_checkpoint(path / "best") else path
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """False too where that may not be seen; who reads it then says why."""
+    """True if there is a manifest. False also without permission; reading the folder then gives the reason."""
     return os.path.isfile(path / MANIFEST)
 
 
 def _runs(path: Path, served: Iterable[str]) -> Iterator[Path]:
-    """The folders of a folder of runs that hold a checkpoint, or whose name is served; none if it is no such folder."""
+    """Yield the runs of a folder: each folder in it that holds a checkpoint or has a served name."""
     if _is_checkpoint(_checkpoint_in(path)):
         return
-    with contextlib.suppress(OSError):  # not a folder: there is no checkpoint, which is said when it is read
+    with contextlib.suppress(OSError):  # not a folder: reading it gives the reason
         for child in sorted(path.iterdir()):
             if child.name.startswith(".") or not os.path.isdir(child):
                 continue
             if _shown(child.name) != child.name:
-                logger.error("%s: left out, as its name is not UTF-8", _shown(child))
+                logger.error("%s: left out, because its name is not UTF-8", _shown(child))
                 continue
             if _is_checkpoint(_checkpoint_in(child)) or child.name in served:
                 yield child
 
 
 def _shown(path: Path | str) -> str:
-    """As text: a path may have bytes that are not UTF-8."""
+    """Return a path as text. Bytes that are not UTF-8 are replaced."""
     return os.fsencode(path).decode("utf-8", "replace")

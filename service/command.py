@@ -1,14 +1,17 @@
 """The console script: chargpt serve | prepare | train | evaluate | sample | score | report | export | lecture.
 
-`serve` runs the package service, every other command the package training, which the container image does not ship.
-Both are run by name, so that this module imports neither and `chargpt --help` answers without torch.
+`serve` runs the package service. Every other command runs the package training, which the container image lacks. Both
+are run by name, so this module imports neither and `chargpt --help` needs no torch.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from importlib.util import find_spec
+
+from service import installing
 
 COMMANDS = {
     "serve": "serve a checkpoint over HTTP",
@@ -33,7 +36,7 @@ chargpt --version prints the version."""
 
 
 def main() -> int:
-    """Exit status: 0 after --help and --version, 1 if the command's package is not installed, 2 for an unknown command.
+    """Return 0 after --help and --version, 1 if a package or an extra is missing, 2 for an unknown command.
 
     Raises SystemExit: with the status of the command that ran.
     """
@@ -57,7 +60,19 @@ def main() -> int:
         return 1
     # Both packages take the program's name for their usage and error messages from argv[0].
     sys.argv = ["chargpt serve", *sys.argv[2:]] if name == "serve" else ["chargpt", *sys.argv[1:]]
-    runpy.run_module("service" if name == "serve" else "training", run_name="__main__")
+    package = "service" if name == "serve" else "training"
+    if name != "report":  # whose --command is the user's own program
+        # multiprocessing starts processes with `python -c`, which otherwise imports from the current folder first.
+        os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        runpy.run_module(package, run_name="__main__")
+    except ModuleNotFoundError as error:
+        missing = (error.name or package).partition(".")[0]
+        if find_spec(missing) is not None:  # a fault of an installed package
+            raise
+        # The extras are named like the packages that need them.
+        print(f"chargpt {name}: the module {missing} is not installed: {installing(package)}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -1,6 +1,6 @@
-"""Where and how the model runs: accelerator, backend, dtype, and how many sequences fit.
+"""The choice of accelerator, backend, dtype and number of slots.
 
-Decided by the main process before it starts any other, without torch.
+The main process decides before it starts any other process, without torch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class BackendError(ValueError):
-    """What the settings ask for cannot run here: address, backend, dtype, devices, or so much memory or disk."""
+    """A setting cannot work here: address, backend, dtype, devices, memory or disk."""
 
 
 def choose_accelerator(asked: str) -> str:
-    """Resolve `auto`: cuda with a GPU and a torch built for it, otherwise cpu; on a Mac LitServe decides.
+    """Resolve `auto`: cuda with a GPU and a torch built for it, otherwise cpu. On a Mac, LitServe decides.
 
-    LitServe's own choice either imports torch into this process, which does not need it, or takes the CPU beside a
-    GPU because torch is not imported.
+    LitServe's own choice would import torch into this process, which does not need it, or take the CPU despite a GPU
+    because torch is not imported.
 
-    Raises BackendError: cuda, and torch is built without it.
+    Raises BackendError: cuda was asked for, but torch is built without it.
     """
     if sys.platform == "darwin" or asked not in ("auto", "cuda"):
         return asked
@@ -49,7 +49,7 @@ def choose_accelerator(asked: str) -> str:
     if visible is not None and not visible.strip():
         return "cpu"
     by_name = any(part.strip().startswith(("GPU-", "MIG-")) for part in (visible or "").split(","))
-    if not by_name and not count_gpus():  # which compares numbers alone
+    if not by_name and not count_gpus():  # count_gpus compares only numbers
         if visible:
             logger.warning("CUDA_VISIBLE_DEVICES=%s names no GPU that nvidia-smi lists: serving on the CPU", visible)
         return "cpu"
@@ -60,30 +60,30 @@ def choose_accelerator(asked: str) -> str:
 
 
 def count_gpus() -> int:
-    """GPUs that nvidia-smi and CUDA_VISIBLE_DEVICES give; 0 also where nvidia-smi cannot be run."""
+    """Return the GPUs that nvidia-smi and CUDA_VISIBLE_DEVICES give; 0 if nvidia-smi cannot run."""
     try:
         return check_cuda_with_nvidia_smi()
-    except OSError:  # a folder of PATH that may not be entered, as root's under sudo
+    except OSError:  # a folder of PATH without permission, such as root's under sudo
         return 0
 
 
 def check_devices(devices: int, accelerator: str) -> None:
-    """LitServe would ignore too many on a CPU, and start workers without end on GPUs.
+    """Check the number of devices. LitServe would ignore extra CPUs, and start workers without end on GPUs.
 
-    Raises BackendError: there are not so many.
+    Raises BackendError: there are too few devices.
     """
     if accelerator == "cpu" and devices > 1:
         raise BackendError(
             f"--devices {devices}: a CPU is one device; --workers-per-device starts several inference processes on it"
         )
     gpus = count_gpus() if accelerator == "cuda" else 0
-    if 0 < gpus < devices:  # 0: named by UUID, which it does not count
+    if 0 < gpus < devices:  # 0: count_gpus does not count GPUs named by UUID
         found = plural(gpus, "GPU")
         raise BackendError(f"--devices {devices}: nvidia-smi and CUDA_VISIBLE_DEVICES give {found}")
 
 
 def torch_build() -> tuple[str, str | None]:
-    """Versions of torch ("" without it) and of the CUDA it was built with, from its own file; does not import it."""
+    """Return the versions of torch ("" without it) and of its CUDA, from torch's own file, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "", None
@@ -92,11 +92,11 @@ def torch_build() -> tuple[str, str | None]:
 
 
 def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, device: str) -> int:
-    """Cache slots per worker that one client can use; with fair queueing there are `reserved_slots` more.
+    """Return the cache slots per worker that one client can use. Fair queueing adds `reserved_slots`.
 
-    Each model has a cache of its own, of so many slots.
+    Each model has its own cache with this number of slots.
 
-    Raises BackendError: `auto`, and not one fits, or that cannot be known.
+    Raises BackendError: for `auto`, no slot fits or the free memory is unknown.
     """
     if settings.max_running_requests != "auto":
         return settings.max_running_requests
@@ -114,9 +114,9 @@ def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, devic
 
 
 def free_gpu_bytes(devices: int) -> float:
-    """Least free memory of the first `devices` GPUs. Asked in another process, as this one does without torch.
+    """Return the smallest free memory of the first `devices` GPUs. Another process asks torch, which this one lacks.
 
-    Raises BackendError: torch cannot tell.
+    Raises BackendError: torch does not give it.
     """
     code = f"import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({devices})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -130,11 +130,11 @@ def free_gpu_bytes(devices: int) -> float:
 
 
 def choose_backend(settings: Settings, device: str) -> tuple[str, str]:
-    """Backend and dtype of every worker. Raises BackendError: those asked for cannot run on the device."""
+    """Return backend and dtype of every worker. Raises BackendError: the device cannot run them."""
     try:
         backend, dtype = resolve(settings.backend, settings.dtype, device)
     except ValueError as error:
         raise BackendError(f"--backend {settings.backend} --dtype {settings.dtype}: {error}") from None
     if settings.backend == "auto" and backend == "torch" and device == "cpu":
-        logger.warning("serving on backend torch, as native is not available: %s", native.why_not())
+        logger.warning("serving on backend torch, because native is not available: %s", native.why_not())
     return backend, dtype

@@ -27,10 +27,12 @@ class FolderError(OSError):
 
 
 def become(name: str, parent: int) -> None:
-    """Take a name, and ask the kernel (Linux only) for SIGKILL when the parent dies: no process outlives the service.
+    """Set the process name, and ask the kernel (Linux only) for SIGKILL when the parent dies.
 
-    name: in log lines, and for `top` and `ps -o comm`, which show 15 characters; parent: its process id; the process
-    ends at once if the parent has died before.
+    So no process outlives the service. The process ends at once if the parent has died already.
+
+    name: shown in log lines, and by `top` and `ps -o comm`, which show 15 characters.
+    parent: process id.
     """
     multiprocessing.current_process().name = name
     if sys.platform == "linux":
@@ -44,7 +46,7 @@ def become(name: str, parent: int) -> None:
 
 
 def trim_memory() -> None:
-    """Give the free pages of glibc's heap back to the system: 10 ms for 250 MB, in which Python goes on."""
+    """Return the free pages of glibc's heap to the system. This takes 10 ms for 250 MB, while Python continues."""
     if sys.platform == "linux":
         import ctypes
 
@@ -54,7 +56,7 @@ def trim_memory() -> None:
 
 @contextlib.contextmanager
 def blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Signals that arrive meanwhile are handled afterwards. Processes started meanwhile have them blocked too."""
+    """Delay these signals until the end of the block. Processes started in it have them blocked too."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -63,13 +65,14 @@ def blocked(*signals: signal.Signals) -> Iterator[None]:
 
 
 def relax_garbage_collector() -> None:
-    """Exempt the objects that are there from collection, and collect little at a time.
+    """Exempt all existing objects from collection, and collect few objects at a time.
 
-    Nothing is collected first: modules leave little, and to look through all objects takes 0.1 s and copies the memory
-    that processes share.
+    Nothing is collected first. Modules leave little garbage, and a search through all objects takes 0.1 s and copies
+    memory that processes share.
 
-    Requests leave no cycles (tests/http/test_garbage.py), so that a collection finds only what is in use: 10,000
-    objects take about a millisecond, in which everybody waits. What is older is looked at every 20, or 1,000, times.
+    Requests leave no cycles (tests/http/test_garbage.py), so a collection finds only objects in use. 10,000 objects
+    take about a millisecond, during which every request waits. Older generations are collected every 20th and every
+    1,000th time.
     """
     gc.freeze()
     gc.enable()
@@ -77,10 +80,10 @@ def relax_garbage_collector() -> None:
 
 
 def return_large_blocks() -> None:
-    """Have glibc return each block of LARGE_BLOCK_BYTES or more to the system as soon as it is freed.
+    """Make glibc return each block of LARGE_BLOCK_BYTES or more to the system when it is freed.
 
-    By default it keeps ever larger ones, up to 32 MB, once such a block has been freed: buffers of connections would
-    then lie between them, and none of that memory could be returned.
+    By default glibc keeps blocks of up to 32 MB after one was freed. Buffers of connections would then lie between
+    them, and glibc could not return any of that memory.
     """
     if sys.platform == "linux":
         import ctypes
@@ -91,13 +94,12 @@ def return_large_blocks() -> None:
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """A temporary folder for this run of the service: its sockets and metrics. Removed at the end.
+    """Yield a temporary folder for this run's sockets and metrics, and remove it at the end.
 
-    Sets TMPDIR to shared memory where none of the usual places is writable, so that libraries use it too.
+    If no usual place is writable, TMPDIR becomes shared memory, so that libraries use it too. The folders of this
+    user's killed runs, whose locks nobody holds, are removed too.
 
-    This user's folders of earlier runs that were killed are removed too: nobody holds their locks.
-
-    Raises FolderError: there is no folder to write to, or its path is too long for a Unix socket's.
+    Raises FolderError: no folder is writable, or its path is too long for a Unix socket.
     """
     try:
         temporary = Path(tempfile.gettempdir())
@@ -117,8 +119,8 @@ def run_folder() -> Iterator[Path]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix="chargpt-"))  # mode 0700
         with open(folder / "lock", "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until this process and all that it forked have ended
-            if not (folder / "lock").exists():  # removed by another start, between these two lines
+            fcntl.flock(file, fcntl.LOCK_EX)  # until this process and its forks have ended
+            if not (folder / "lock").exists():  # another start removed it between these two lines
                 continue
             try:
                 yield folder

@@ -1,6 +1,6 @@
-"""The LitServe server around the HTTP and inference processes: their start, supervision and end.
+"""The LitServe server that starts, supervises and ends the HTTP and inference processes.
 
-The one file that uses LitServe's private names; tests/test_litserve.py lists them and what each is for.
+Only this file uses LitServe's private names. tests/test_litserve.py lists each one with its purpose.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 4096  # connections that wait to be accepted; as many as Linux allows by default (net.core.somaxconn)
+BACKLOG = 4096  # connections waiting to be accepted: the default maximum of Linux (net.core.somaxconn)
 UVICORN_GRACE_SECONDS = 2  # requests are drained before uvicorn stops
-POLL_SECONDS = 0.1  # between two looks at all processes
+POLL_SECONDS = 0.1  # between two checks of all processes
 START_POLL_SECONDS = 0.01  # the same until the service is ready
-SWITCH_SECONDS = 0.0005  # for which the event loop waits for a thread that computes: patterns, /metrics, attention
-HTTP_START_SECONDS = 60.0  # of an HTTP process, until its first heartbeat
+SWITCH_SECONDS = 0.0005  # longest wait of the event loop for a computing thread: patterns, /metrics, attention
+HTTP_START_SECONDS = 60.0  # limit for the first heartbeat of an HTTP process
 
 
 class StartError(Exception):
@@ -60,7 +60,7 @@ class StartError(Exception):
 
 
 class HttpServer(uvicorn.Server):
-    """Ends when the main process says so: a signal to the process group is for the main process to handle."""
+    """Ends when the main process says so. Only the main process handles a signal to the process group."""
 
     def __init__(self, config: uvicorn.Config, state: SharedState):
         super().__init__(config)
@@ -71,16 +71,16 @@ class HttpServer(uvicorn.Server):
 
 
 class Server(LitServer):
-    """LitServe with other routes, transport, supervision and shutdown; placement is LitServe's."""
+    """LitServe with its own routes, transport, supervision and shutdown. LitServe places the workers."""
 
     def __init__(self, settings: Settings, catalog: Catalog, **lit_options: Any):
         self.settings, self.catalog = settings, catalog
-        self._table = SharedTable(settings.http_processes)  # of clients and connections
+        self._table = SharedTable(settings.http_processes)  # clients and connections
         self.connections = ConnectionLimits(settings, self._table, lambda: self.service.metrics)
-        self.must_hurry = False  # after a second signal: do not wait for running requests
-        self._must_reload = False  # after SIGHUP
-        self._reading = threading.Thread()  # of checkpoints, after SIGHUP: a large one takes seconds
-        # The path is not served, see App.operations; if it did not stream, LitServe would compress answers.
+        self.must_hurry = False  # True after a second signal: do not wait for running requests
+        self._must_reload = False  # True after SIGHUP
+        self._reading = threading.Thread()  # reads checkpoints after SIGHUP; a large one takes seconds
+        # App.operations serves other paths. If this one did not stream, LitServe would compress answers.
         api = self.api = EngineAPI(loop=EngineLoop(), stream=True)
         accelerator = choose_accelerator(settings.accelerator)
         check_devices(settings.devices, accelerator)
@@ -109,7 +109,7 @@ class Server(LitServer):
         )
         api.folder, api.backend, api.dtype, api.slots = catalog.folder, backend, dtype, slots
         api.settings = settings.model_copy()
-        # A worker has no use for these. What a new process is given must fit a pipe's buffer, or this one would wait.
+        # A worker does not need these. The arguments of a new process must fit a pipe's buffer, or this one waits.
         api.settings._api_keys, api.settings._limits = {}, ClientLimitsFile()
         try:
             names = [settings.model_name, *catalog.served]
@@ -133,12 +133,12 @@ class Server(LitServer):
         self.http.add_files()
 
     def run(self, host: str | None = None, port: int | str | None = None, **others: Any) -> None:
-        """Serve until SIGTERM or Ctrl-C; running requests finish first.
+        """Serve until SIGTERM or Ctrl-C. Running requests finish first.
 
-        host, port: in place of the settings'.
+        host, port: override the settings.
 
-        Raises TypeError: another of LitServe's options; BackendError: the address cannot be listened on; StartError: no
-        inference process could start; TooManyDeathsError: processes do not start.
+        Raises TypeError: another option of LitServe was given; BackendError: the address cannot be listened on;
+        StartError: no inference process could start; TooManyDeathsError: too many starts of processes failed.
         """
         if others:
             raise TypeError(f"run() takes host and port, got {', '.join(others)}; Settings has every other option")
@@ -150,13 +150,13 @@ class Server(LitServer):
         main = os.getpid()
 
         def stop(*_: Any) -> None:
-            if os.getpid() != main:  # an HTTP process whose server has finished
+            if os.getpid() != main:  # this is an HTTP process whose server has finished
                 raise SystemExit(0)
             if self.state.is_in("leaving"):
                 self.must_hurry = True
                 return
-            # Nothing is raised: Python would swallow an exception in a hook of os.fork, and one while a process is
-            # spawned would cut off what the child reads.
+            # Raise nothing. Python would swallow an exception in a hook of os.fork. An exception while a process is
+            # spawned would cut off the data that the child reads.
             self.state.enter("leaving")
             if not self.settings.shutdown_delay_seconds:
                 self.state.enter("draining")
@@ -184,17 +184,19 @@ class Server(LitServer):
         """
         adopt_litserve()
         state, watch = self.state, self.supervisor.watch
-        self.workers_setup_status: dict[str, str] = {}  # a worker shows that it is ready by its first heartbeat
+        self.workers_setup_status: dict[
+            str, str
+        ] = {}  # LitServe needs it; the first heartbeat shows that a worker is ready
         self.litapi_request_queues = {self.api.api_path: None}
-        self._transport = self.catalog.folder  # of the sockets, in place of queues: handed to each worker
-        if self._logger_connector._loggers:  # a process takes what they log from a queue
+        self._transport = self.catalog.folder  # the folder of sockets, which each worker gets instead of queues
+        if self._logger_connector._loggers:  # LitServe starts a process that reads their values from a queue
             self.logger_queue = multiprocessing.get_context("spawn").Queue()
         self._logger_connector.run(self)
-        of_loggers = multiprocessing.active_children()  # these cannot be replaced
+        of_loggers = multiprocessing.active_children()  # processes of loggers, which cannot be replaced
         for id, name in enumerate(state.worker_names):
             watch(name, functools.partial(self._launch, id), functools.partial(forget_process, name), START_SECONDS)
         self._await_worker()
-        relax_garbage_collector()  # HTTP processes begin with what is exempt here
+        relax_garbage_collector()  # HTTP processes inherit the exempt objects
         try:
             config = self._listen()
             for id, name in enumerate(state.http_names):
@@ -202,7 +204,7 @@ class Server(LitServer):
                 watch(name, start, died, HTTP_START_SECONDS)
             is_announced = False
             while not state.is_in("leaving"):
-                # Not while no worker runs, as one that dies of a new checkpoint must be told from one that dies anyway.
+                # Wait for a worker: a death caused by a new checkpoint must differ from other deaths.
                 is_busy = self.catalog.step or self._reading.is_alive()
                 if self._must_reload and self._has_worker and not is_busy:
                     self._must_reload = False
@@ -215,13 +217,13 @@ class Server(LitServer):
                 for process in of_loggers:
                     if not process.is_alive():
                         raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
-                # So that Python can run signal handlers.
+                # Short enough for Python to run signal handlers.
                 time.sleep(POLL_SECONDS if is_announced else START_POLL_SECONDS)
         finally:
             self.catalog.is_ending = True
             self._stop()
             if self._reading.is_alive():
-                self._reading.join(5)  # it would put more into the folder that is removed then
+                self._reading.join(5)  # it may still write to the folder that is removed next
             if of_loggers:
                 self.logger_queue.cancel_join_thread()
                 self.logger_queue.put(Last())
@@ -232,35 +234,37 @@ class Server(LitServer):
     # -- starting --
 
     def _launch(self, id: int) -> BaseProcess:
-        """A worker. What a terminal sends to all processes must not end one that is starting; main decides.
+        """Start a worker. Signals of a terminal to all processes must not end it while it starts.
 
-        It is a fork of this process, which has imported what a worker needs, or else, where that is not safe, a new
-        process, by LitServe.
+        The worker is a fork of this process, which has imported the modules already. If a fork is not safe, LitServe
+        starts a new process instead.
         """
         process: BaseProcess
         if self._can_fork(self.service.devices[id]):
             fork = multiprocessing.get_context("fork")
             process = fork.Process(target=self._work, args=(id,), name=self.state.worker_names[id])
-            with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # this process's handlers are not for a fork
+            with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a fork must not run this process's handlers
                 process.start()
             return process
         ensure_directory()
         with blocked(signal.SIGHUP):
-            resource_tracker.ensure_running()  # otherwise started with the first worker, which unblocks SIGINT
+            resource_tracker.ensure_running()  # its start unblocks SIGINT, so start it before the worker
             with blocked(signal.SIGINT):
                 process = self.launch_single_inference_worker(self.api, id)
         return process
 
     def _can_fork(self, device: str) -> bool:
-        """Not on a Mac, whose libraries do not bear it, nor for CUDA, nor where a user's own program has used torch and
-        the worker does; nor beside a thread, as a fork keeps what that holds for ever: a lock, what it has read.
+        """True if a fork is safe.
+
+        It is not safe on a Mac because of its libraries, for CUDA, or if the user's program and the worker both use
+        torch. It is not safe beside another thread either: a fork would keep that thread's locks forever.
         """
         used_torch = self.api.backend == "torch" and "torch" in sys.modules
         is_safe = sys.platform == "linux" and not device.startswith("cuda") and not used_torch
         return is_safe and threading.active_count() == 1
 
     def _work(self, id: int) -> None:
-        """As LitServe's new process, in a fork."""
+        """Run LitServe's worker function in a fork."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         ensure_directory()
@@ -271,9 +275,9 @@ class Server(LitServer):
         )  # fmt: skip
 
     def _await_worker(self) -> None:
-        """Return once a first worker is ready.
+        """Return when the first worker is ready.
 
-        Raises KeyboardInterrupt: SIGTERM or SIGINT has arrived, which may have ended workers too; StartError: all
+        Raises KeyboardInterrupt: SIGTERM or SIGINT has arrived, and may have ended workers too; StartError: all workers
         failed, or took too long.
         """
         deadline = time.monotonic() + START_SECONDS
@@ -291,7 +295,7 @@ class Server(LitServer):
         return any(self.state.last_beat(name) is not None for name in self.state.worker_names)
 
     def _listen(self) -> uvicorn.Config:
-        """Raises BackendError: another process has taken the address."""
+        """Listen, and return uvicorn's configuration. Raises BackendError: another process has taken the address."""
         settings = self.settings
         config = uvicorn.Config(
             self._lifespan,
@@ -300,7 +304,7 @@ class Server(LitServer):
             ws="none",
             lifespan="on",
             interface="asgi3",
-            # uvicorn's own lines call it running and complete before the port answers.
+            # uvicorn's own lines report that it runs before the port answers.
             log_level="error" if settings.log_level == "error" else "warning",
             access_log=False,
             log_config=None,
@@ -312,27 +316,27 @@ class Server(LitServer):
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,
         )
-        config.load()  # here, so that a process that is replaced later needs no certificate's file
+        config.load()  # here, so that a replaced process does not need the certificate file
         if config.ssl is not None and settings.tls_certificate is not None:
             self.http.load_certificate = functools.partial(self._load_certificate, config.ssl, settings.tls_certificate)
             self.service.exposition.certificate_expires_at = certificate_expiry(settings.tls_certificate)
         try:
-            self._listener.listen(config.backlog)  # uvloop would not notice that it fails
+            self._listener.listen(config.backlog)  # uvloop would not notice a failure
         except OSError as error:
             raise BackendError(_cannot_listen(settings.host, self._listener.getsockname(), error)) from None
         return config
 
     def _fork(self, config: uvicorn.Config, id: int) -> BaseProcess:
-        """An HTTP process."""
+        """Start an HTTP process."""
         self._http_id = id
         target, fork = HttpServer(config, self.state).run, multiprocessing.get_context("fork")
         process = fork.Process(target=target, args=([self._listener],), name=self.state.http_names[id])
-        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # until http/process.py has handlers
+        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # until http/process.py installs handlers
             process.start()
         return process
 
     async def _lifespan(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Any]) -> None:
-        """ASGI's lifespan of an HTTP process; its requests do not pass here, see Connection."""
+        """ASGI's lifespan of an HTTP process. Connection handles its requests."""
         await receive()  # lifespan.startup
         self._table.process = self._http_id
         become(self.state.http_names[self._http_id], self.state.main_pid)
@@ -357,7 +361,7 @@ class Server(LitServer):
             self.service.serve(self.catalog.listing, self.catalog.checkpoints)
 
     def _reload(self) -> None:
-        """After SIGHUP: read the checkpoints again, and the other files, here and in each HTTP process."""
+        """Read the checkpoints and the other files again, here and in each HTTP process, after SIGHUP."""
         settings = self.settings
         files = {"limits": settings.client_limits, "API keys": settings.api_keys_file, "TLS": settings.tls_certificate}
         others = [name for name, path in files.items() if path is not None]
@@ -371,13 +375,16 @@ class Server(LitServer):
                     os.kill(process.pid, signal.SIGHUP)  # type: ignore[arg-type]  # it was started
 
     def _load_certificate(self, used: ssl.SSLContext, certificate: Path) -> None:
-        """Present the certificate that is in its file now on new connections; an invalid one changes nothing."""
+        """Use the certificate of the file for new connections. An invalid certificate changes nothing."""
         try:
             with tempfile.NamedTemporaryFile() as copy:  # the files may change in between
                 for path in filter(None, (certificate, self.settings.tls_key)):
                     copy.write(path.read_bytes() + b"\n")
                 copy.flush()
-                for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), used):  # the first one only to try them
+                for context in (
+                    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+                    used,
+                ):  # the first context only tries the files
                     context.load_cert_chain(copy.name)
                 self.service.exposition.certificate_expires_at = certificate_expiry(Path(copy.name))
             logger.info("certificate read again from %s", certificate)
@@ -385,11 +392,11 @@ class Server(LitServer):
             logger.error("certificate not changed: %s: %s", certificate, error)
 
     def _stop(self) -> None:
-        """Be unready first, then refuse new requests and finish running ones, then end HTTP processes, then workers."""
+        """Become unready, refuse new requests, finish running requests, then end the HTTP processes and the workers."""
         delay, drain = self.settings.shutdown_delay_seconds, self.settings.drain_seconds
         logger.info("shutting down, running requests: %d", self.state.num_busy)
         try:
-            if delay and self.state.is_in("leaving"):  # otherwise processes keep dying
+            if delay and self.state.is_in("leaving"):  # False if processes keep dying
                 logger.info("not ready any more; new requests are accepted for %g s", delay)
                 self._keep_serving(delay, lambda: True)
             self.state.enter("draining")
@@ -400,20 +407,20 @@ class Server(LitServer):
             when = "at the second signal" if self.must_hurry else f"within {drain:g} s"
             logger.warning("requests not finished %s: %d", when, self.state.num_busy)
         self.state.enter("stopping")
-        end_all(self.supervisor.processes(self.state.http_names), 10)  # they abort remaining requests
+        end_all(self.supervisor.processes(self.state.http_names), 10)  # these abort the remaining requests
         end_all(self.supervisor.processes(self.state.worker_names), 5)
 
     def _keep_serving(self, seconds: float, is_needed: Callable[[], bool]) -> None:
-        """During a shutdown, until a second signal. Raises TooManyDeathsError: processes keep dying."""
+        """Serve during a shutdown, until a second signal. Raises TooManyDeathsError: processes keep dying."""
         deadline = time.monotonic() + seconds
         while is_needed() and time.monotonic() < deadline and not self.must_hurry:
             self.supervisor.check()
-            self._roll_out()  # what was begun
+            self._roll_out()  # finish a rollout that has begun
             time.sleep(0.02)
 
 
 def ensure_directory() -> None:
-    """Torch and multiprocessing need a working directory, and this process's may have been deleted."""
+    """Leave a deleted working directory, because torch and multiprocessing need an existing one."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -421,14 +428,14 @@ def ensure_directory() -> None:
 
 
 class Last:
-    """Ends the process that reads it from a queue, once it has dealt with all that was put there before."""
+    """Ends the process that reads it from a queue, after all earlier items of the queue."""
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return sys.exit, ()
 
 
 def end_all(processes: list[BaseProcess], seconds: float) -> None:
-    """SIGTERM, and SIGKILL to those that do not end; LitServe would wait for one after the other."""
+    """Send SIGTERM to all at once, and SIGKILL to processes that do not end. LitServe would end them one by one."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + seconds
@@ -441,9 +448,9 @@ def end_all(processes: list[BaseProcess], seconds: float) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, or at a name's first IPv4 address, or its first one if it has none.
+    """Return a socket bound to an address, or to a name's first IPv4 address, or else its first address.
 
-    Raises BackendError: the name has no address, or it cannot be bound.
+    Raises BackendError: the name has no address, or the address cannot be bound.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -460,18 +467,20 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         if host == "::":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # net.ipv6.bindv6only may say otherwise
+            listener.setsockopt(
+                socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0
+            )  # net.ipv6.bindv6only may have another default
         listener.bind(address)
     except OSError as error:
         listener.close()
         raise BackendError(_cannot_listen(host, address, error)) from None
-    # Not once blocking, as all processes share that: one that starts would stop another one that is about to accept.
+    # Never blocking, because all processes share this flag: one that starts would stop another in accept().
     listener.setblocking(False)
     return listener
 
 
 def certificate_expiry(path: Path) -> float:
-    """When the first certificate of a PEM file expires, in Unix time; that is the one which TLS presents."""
+    """Return the expiry of the first certificate in a PEM file, in Unix time. TLS presents the first one."""
     decoded = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]  # nothing public decodes a file
     return ssl.cert_time_to_seconds(decoded["notAfter"])
 
@@ -486,7 +495,7 @@ def _cannot_listen(host: str, address: tuple[Any, ...], error: OSError) -> str:
 
 
 def url_of(settings: Settings) -> str:
-    """For people: where the service answers, on this machine if on every address."""
+    """Return the URL to show people. It names this machine if the service listens on every address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     scheme = "http" if settings.tls_certificate is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}{settings.root_path}"
@@ -499,15 +508,14 @@ def build_server(
     loggers: list[Logger] | Logger | None = None,
     middlewares: list[Any] | None = None,
 ) -> Server:
-    """The server for a checkpoint; the options are LitServer's, and cost nothing if absent.
+    """Build the server for the settings' checkpoints. The options are LitServer's, and cost nothing if absent.
 
     Callbacks fire for setup in each worker, for the server's end in each HTTP process, and for requests and responses
-    of routes that run the model; their arguments are LitServe's. Middlewares see every request before this service's.
+    of routes that run the model. Their arguments are LitServe's. Middlewares see every request before the handlers.
 
-    Raises CheckpointError: a folder is not a checkpoint that can be trusted, or that these settings can serve;
-    BackendError: the settings' backend, dtype or devices cannot run here, no slot fits, or the disk is full;
-    OpenFilesError: this process may not open enough files; RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set;
-    `service.__main__.serve` sets it.
+    Raises CheckpointError: a folder is not a valid checkpoint, or these settings cannot serve it; BackendError: the
+    backend, dtype or devices cannot run here, no slot fits, or the disk is full; OpenFilesError: this process may not
+    open enough files; RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set (`service.__main__.serve` sets it).
     """
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """Every setting of the service: a flag (`--max-queued-requests`) and a variable (`CHARGPT_MAX_QUEUED_REQUESTS`).
 
-Read once, by `python -m service`. A value of the wrong type or out of bounds ends the program with the setting's name,
-the value and what is allowed; so does a flag or a variable that no setting has.
+`python -m service` reads them once. The program ends with a message if a value has the wrong type or is out of bounds,
+or if a flag or a variable is unknown. The message has the setting's name, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service import installing
 from service.observe.logs import LogFormat
 
 # Tiny Shakespeare; `make bundled` retrains it.
@@ -42,12 +43,12 @@ BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
 
 PLACE = re.compile(r"(?:([A-Za-z0-9][A-Za-z0-9._:-]{0,63})=)?(.*)", re.DOTALL)  # --checkpoint NAME=DIR, or DIR
 
-# Variables of the prefix that are no settings: training, the deployment, tests and benchmarks read them.
+# Variables with the prefix that are not settings. Training, deployment, tests and benchmarks read them.
 NO_SETTINGS = frozenset(f"CHARGPT_{name}" for name in (
     "DATA_DIR", "IMAGE", "CPUS", "NATIVE_LIBRARY", "FUSED_LIBRARY", "REQUIRE", "CHAOS_SEED", "OPENAPI_CASES", "LM_EVAL",
     "LLAMA_CPP", "STUB_STEP_SECONDS",
 ))  # fmt: skip
-# LitServe's, and that of the page's examples for clients: whoever sets one expects that requests need a key.
+# LitServe's variable, and the one in the page's examples. Users who set one expect that requests need a key.
 API_KEY_VARIABLES = ("LIT_SERVER_API_KEY", "CHARGPT_API_KEY")
 
 # The Origin header as browsers send it: lower case, no path, no default port.
@@ -55,9 +56,9 @@ ORIGIN = re.compile(r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9.
 
 
 def cpus_per_worker(others: dict[str, Any]) -> int:
-    """All CPUs, divided among the inference processes. HTTP processes take theirs from them as they need it.
+    """Return all CPUs divided by the number of inference processes. HTTP processes share the same CPUs.
 
-    With 2 CPUs, from 1 to 128 clients and answers of 1 to 128 characters, nothing was faster with one left free.
+    With 2 CPUs, 1 to 128 clients and answers of 1 to 128 characters, no case was faster with one CPU left free.
     """
     workers = others.get("devices", 1) * others.get("workers_per_device", 1)
     return max(1, available_cpus() // workers)
@@ -72,12 +73,12 @@ cpus_per_worker.__qualname__ = "CPUs ÷ workers"
 
 
 def available_cpus(root: Path = Path("/")) -> int:
-    """CPUs this process may use: its affinity, or the quota of its cgroup if lower, rounded down, at least 1.
+    """Return the CPUs that this process may use: its affinity or its cgroup quota, whichever is lower, at least 1.
 
-    A quota of any ancestor counts too. Inside a container the group's path is often the host's, of which only the root
-    is mounted: a group without a folder has no quota of its own.
+    A quota is rounded down. Quotas of all ancestors count. In a container, the group's path is often that of the host,
+    and only the root of it is mounted. A group without a folder has no quota of its own.
 
-    root: of a file system with proc and sys.
+    root: a file system with proc and sys.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     groups = root / "proc/self/cgroup"
@@ -96,18 +97,18 @@ def available_cpus(root: Path = Path("/")) -> int:
 
 
 class Limits(BaseModel):
-    """What one client may ask of the service; None: as much as it likes."""
+    """The limits of one client; None: no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     requests_per_minute: Annotated[int | None, Field(ge=1, le=1_000_000_000)] = None
     characters_per_minute: Annotated[int | None, Field(ge=1, le=1_000_000_000_000)] = None
     concurrent_requests: Annotated[int | None, Field(ge=1, le=1_000_000_000)] = None
-    weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # its part of a worker, relative to others
+    weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # share of a worker relative to other clients
 
 
 class ClientLimitsFile(BaseModel):
-    """The tables of a limits file; what a client's own leaves out is that of `default`."""
+    """The tables of a limits file. A client's table takes missing entries from `default`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -257,18 +258,18 @@ class Settings(BaseSettings):
 
     @property
     def api_keys(self) -> Mapping[bytes, str]:
-        """The name of each API key, by its SHA-256; empty: no key is required."""
+        """The name of each API key by its SHA-256; empty: no key is required."""
         return self._api_keys
 
     @property
     def places(self) -> list[tuple[str | None, Path]]:
-        """`checkpoint` as (name, folder); without a name before the =, all of it is the folder."""
+        """`checkpoint` as pairs of name and folder. Without NAME=, the whole entry is the folder."""
         found = [PLACE.fullmatch(place) for place in self.checkpoint]
         return [(match[1], Path(match[2])) for match in found if match]
 
     @property
     def limits(self) -> ClientLimitsFile:
-        """Of `client_limits`, as read at start."""
+        """The content of the `client_limits` file, as read at start."""
         return self._limits
 
     @field_validator("root_path")
@@ -323,7 +324,7 @@ class Settings(BaseSettings):
         with contextlib.suppress(ModuleNotFoundError):  # of a parent package
             if find_spec(module) is not None:
                 return endpoint
-        raise ValueError(f"needs the extra tracing: pip install -e '.[tracing]' (module {module} not found)")
+        raise ValueError(f"needs the extra tracing (module {module} not found): {installing('tracing')}")
 
     @field_validator("cors_origins")
     @classmethod
@@ -375,12 +376,12 @@ KEY_LINE = re.compile(rb"([\x21-\x7e]{8,})(?:[ \t]+([A-Za-z0-9_.-]{1,64}))?")
 
 
 def read_api_keys(path: Path) -> dict[bytes, str]:
-    """The name of each key in a file, by its SHA-256.
+    """Return the name of each key in a file by the key's SHA-256.
 
-    A line is KEY or KEY NAME; keys may share a name, and one without is called key- and 8 digits of its SHA-256. Blank
-    lines and lines that start with # are skipped.
+    A line is KEY or KEY NAME. Keys may share a name. A key without a name is called key- and 8 digits of its SHA-256.
+    Blank lines and lines that start with # are skipped.
 
-    Raises ValueError: the file cannot be read, contains no key or an invalid line; the message never shows the line.
+    Raises ValueError: the file cannot be read, has no key, or has an invalid line. The message never shows the line.
     """
     flag = f"--api-keys-file (CHARGPT_API_KEYS_FILE): {path}"
     try:
@@ -409,15 +410,15 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
 
 def _content(path: Path) -> bytes:
     mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe can be read once, and SIGHUP would wait there
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe can be read only once, and SIGHUP would wait for it
         raise OSError(errno.EINVAL, "not a regular file")
     return path.read_bytes()
 
 
 def read_client_limits(path: Path) -> ClientLimitsFile:
-    """The limits of a file.
+    """Read the limits of clients from a file.
 
-    Raises ValueError: the file cannot be read, or is not valid; one sentence with the file, the table and the key.
+    Raises ValueError: the file cannot be read, or is invalid. The message names the file, the table and the key.
     """
     flag = f"--client-limits (CHARGPT_CLIENT_LIMITS): {path}"
     try:
@@ -449,12 +450,12 @@ def read_client_limits(path: Path) -> ClientLimitsFile:
 
 
 def program() -> str:
-    """The program as the user typed it; `service.command` sets argv[0] to "chargpt serve"."""
+    """Return the program as the user typed it. `service.command` sets argv[0] to "chargpt serve"."""
     return "chargpt serve" if sys.argv[0] == "chargpt serve" else "python -m service"
 
 
 def read_settings(arguments: list[str] | None = None) -> Settings:
-    """Settings from flags, then variables, then defaults.
+    """Read settings from flags, then variables, then defaults.
 
     Raises SystemExit: 2 for an invalid value or an unknown flag or variable, 0 for --help.
     """
@@ -483,7 +484,7 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
         print(f"{program()}: invalid settings", file=sys.stderr)
         for problem in error.errors():
             message, given = problem["msg"].removeprefix("Value error, "), repr(problem["input"])
-            if problem["loc"]:  # otherwise it concerns several settings, named in the message
+            if problem["loc"]:  # without it, the message names the settings
                 name = str(problem["loc"][0])
                 shown = "" if given in message else f", got {given}"
                 message = f"--{name.replace('_', '-')} (CHARGPT_{name.upper()}): {message}{shown}"

@@ -1,8 +1,8 @@
-"""Frames between the HTTP processes and the inference processes, over Unix sockets in a private folder.
+"""Frames between HTTP processes and inference processes, over Unix sockets in a private folder.
 
-Each worker listens on a socket; each HTTP process connects to every worker. A frame is a 4-byte length and a
-MessagePack array; nothing is pickled. Either side notices at once when the other one dies. Knows the messages of
-wire.py, not what they mean.
+Each worker listens on a socket. Each HTTP process connects to every worker. A frame is a 4-byte length and a
+MessagePack array. Nothing is pickled. Each side notices the death of the other at once. This module knows the messages
+of wire.py, but not their meaning.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from service.wire import Abort, FromWorker, Hello, Refused, Step, Submit, ToWork
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.25  # a blocking receive returns after this long, so that the caller can show that it runs
-MAX_UNSENT_BYTES = 64 << 20  # per HTTP process; beyond it that process counts as hung
-BACKLOG_BYTES = 1 << 20  # unsent, beyond which the worker waits for an HTTP process that reads
-BACKLOG_SECONDS = 0.05  # without progress, after which that process does not count as reading until it reads again
+IDLE_SECONDS = 0.25  # longest blocking receive, so that the caller can send a heartbeat
+MAX_UNSENT_BYTES = 64 << 20  # per HTTP process; beyond it, the process counts as hung
+BACKLOG_BYTES = 1 << 20  # unsent; beyond it, the worker waits for an HTTP process that reads
+BACKLOG_SECONDS = 0.05  # without progress; then the process does not count as reading until it reads
 
 
 class WorkerFound(msgspec.Struct):
-    """To an HTTP process, in place of a frame: the worker answers."""
+    """For an HTTP process, instead of a frame: the worker answers."""
 
 
 class WorkerLost(msgspec.Struct):
-    """To an HTTP process, in place of a frame: the connection ended, and the worker's sequences are lost."""
+    """For an HTTP process, instead of a frame: the connection ended, and the worker's sequences are lost."""
 
 
 class ConsumerLost(msgspec.Struct):
-    """To a worker, in place of a frame: the connection ended, and nobody waits for that process's sequences."""
+    """For a worker, instead of a frame: the connection ended, and nobody waits for the process's sequences."""
 
 
 WorkerEvent = Step | Refused | WorkerFound | WorkerLost
@@ -64,7 +64,7 @@ class _Reader(Generic[Message]):
         self._unparsed = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that `data` completes."""
+        """Return the messages that `data` completes."""
         unparsed = self._unparsed
         unparsed += data
         messages: list[Message] = []
@@ -82,7 +82,7 @@ class _Reader(Generic[Message]):
 
 
 class _Connection:
-    """A worker's connection to one HTTP process: an HTTP process that does not read does not block the engine."""
+    """A worker's connection to one HTTP process. A process that does not read does not block the engine."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
@@ -97,7 +97,7 @@ class WorkerSide:
 
     def __init__(self, folder: Path, worker_id: int):
         path = folder / f"{worker_id}.sock"
-        path.unlink(missing_ok=True)  # of a worker that died
+        path.unlink(missing_ok=True)  # left by a dead worker
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -120,7 +120,7 @@ class WorkerSide:
             self._wake_write.send(b"\0")
 
     def receive(self, block: bool) -> list[tuple[int, Submit | Abort | ConsumerLost]]:
-        """Messages with the HTTP process each came from; with `block`, waits up to IDLE_SECONDS for one."""
+        """Return messages with the HTTP process of each. With `block`, wait up to IDLE_SECONDS for one."""
         for key, events in self._selector.select(IDLE_SECONDS if block else 0):
             if key.fileobj is self._listener:
                 sock, _ = self._listener.accept()
@@ -137,9 +137,9 @@ class WorkerSide:
         return messages
 
     def send(self, item: FromWorker, consumer_id: int) -> None:
-        """Send to an HTTP process; dropped if that process is gone.
+        """Send to an HTTP process. The frame is dropped if that process is gone.
 
-        A socket takes little at a time, so that frames of log-probabilities would pile up: waits while they are read.
+        A socket takes little at a time, so frames of log-probabilities would pile up. This waits while they are read.
         """
         connection = self._connections.get(consumer_id)
         if connection is None:
@@ -187,7 +187,7 @@ class WorkerSide:
         self._selector.modify(connection.sock, events, connection)
 
     def _drop(self, connection: _Connection) -> None:
-        if connection.sock.fileno() < 0:  # a failed write came before this read
+        if connection.sock.fileno() < 0:  # a write failed before this read
             return
         self._selector.unregister(connection.sock)
         connection.sock.close()
@@ -198,9 +198,9 @@ class WorkerSide:
 
 
 class HttpSide:
-    """An HTTP process's connections to every worker, renewed when one ends. Needs the event loop.
+    """An HTTP process's connections to every worker, renewed after a loss. Needs the event loop.
 
-    Calls `received(worker_id, message)` for each message.
+    It calls `received(worker_id, message)` for each message.
     """
 
     RETRY_SECONDS = 0.05
@@ -213,7 +213,7 @@ class HttpSide:
         self._tasks = [asyncio.create_task(self._keep_connected(folder, i)) for i in range(num_workers)]
 
     def send(self, item: Submit | Abort, worker_id: int) -> None:
-        """Send to a worker; dropped if that worker is gone, which WorkerLost reports."""
+        """Send to a worker. The frame is dropped if that worker is gone, which WorkerLost reports."""
         connection = self._connections.get(worker_id)
         if connection is not None:
             connection.send(_frame(item))
@@ -224,12 +224,12 @@ class HttpSide:
         while True:
             try:
                 _, connection = await loop.create_unix_connection(lambda: _WorkerConnection(received), path)
-            except OSError:  # the worker is not there, or not yet
+            except OSError:  # the worker does not listen
                 await asyncio.sleep(self.RETRY_SECONDS)
                 continue
             connection.send(_frame(Hello(self._consumer_id)))
             try:
-                # A worker that is being killed may still accept connections, so it counts once it answers.
+                # A worker that is being killed may still accept connections, so it counts only when it answers.
                 await asyncio.wait([connection.greeted, connection.ended], return_when=asyncio.FIRST_COMPLETED)
                 if connection.greeted.done():
                     self._connections[worker_id] = connection
@@ -250,7 +250,7 @@ class HttpSide:
 
 
 class _WorkerConnection(asyncio.Protocol):
-    """An HTTP process's connection to one worker; hands out each message as soon as it is whole."""
+    """An HTTP process's connection to one worker. It hands out each message when it is whole."""
 
     def __init__(self, received: Callable[[Any], None]):
         self._received = received
@@ -265,13 +265,13 @@ class _WorkerConnection(asyncio.Protocol):
         self.transport = cast(asyncio.WriteTransport, transport)  # uvloop has a class of its own
 
     def send(self, frame: bytes) -> None:
-        """Send a frame together with the others of this turn of the event loop: each write wakes the worker."""
+        """Send a frame with the others of this turn of the event loop, because each write wakes the worker."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(frame)
 
     def _flush(self) -> None:
-        if not self.transport.is_closing():  # otherwise the worker is gone, which `ended` reports
+        if not self.transport.is_closing():  # `ended` reports that the worker is gone
             self.transport.write(b"".join(self._unsent))
         self._unsent.clear()
 

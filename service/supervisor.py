@@ -1,6 +1,7 @@
-"""Keeps processes running: replaces dead and hung ones, with back-off, and gives up where that does not help.
+"""Keeps processes running: replaces dead and hung ones with back-off, and gives up after too many failed starts.
 
-The main process's main thread calls `check` ten times a second. Knows nothing of what the processes do.
+The main thread of the main process calls `check` ten times a second. This module knows nothing about the work of the
+processes.
 """
 
 from __future__ import annotations
@@ -18,37 +19,36 @@ from service.words import plural
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 600.0  # to load and be ready; GPUs capture graphs meanwhile
-SETTLED_SECONDS = 5.0  # a process that ran this long is replaced at once, one that died sooner after a pause
+START_SECONDS = 600.0  # limit to become ready, including the capture of graphs on GPUs
+SETTLED_SECONDS = 5.0  # a process that ran this long is replaced at once, others after a pause
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds; the pause doubles with each failed start in a row
 
 
 class TooManyDeathsError(Exception):
-    """Processes keep dying; restarting them does not help."""
+    """Too many starts failed, so restarting does not help."""
 
 
 @dataclass
 class Watched:
-    """A process that must run. `start` starts it; `died` is called once for each death, before the next start."""
+    """A process that must run. `start` starts it. `died` is called once for each death, before the next start."""
 
     name: str
     start: Callable[[], BaseProcess]
     died: Callable[[], None]
-    start_seconds: float  # until its first heartbeat
+    start_seconds: float  # limit for its first heartbeat
     process: BaseProcess
     started_at: float
-    restart_at: float | None = None  # None: it runs
+    restart_at: float | None = None  # None: the process runs
     failed_starts: int = 0  # in a row
-    is_killed: bool = False  # as it hung, and has not ended yet
+    is_killed: bool = False  # True: killed because it hung, and not ended yet
 
 
 class Supervisor:
     """
-    hang_seconds: a process without a heartbeat for so long is killed and replaced.
-    max_failed_starts: more failed starts than this are too many: of all processes within `window_seconds`, or of one in
-    a row. A start has failed if the process dies before its first heartbeat, or within SETTLED_SECONDS without having
-    served anybody. Other deaths are not counted, as one client may cause them again and again: the service would end
-    for all clients.
+    hang_seconds: a process without a heartbeat for this long is killed and replaced.
+    max_failed_starts: maximum of all processes within `window_seconds`, and of one process in a row. A start fails if
+    the process dies before its first heartbeat, or within SETTLED_SECONDS without having served a client. Other deaths
+    do not count: one client may cause them repeatedly, and the service would end for all clients.
     """
 
     def __init__(
@@ -71,22 +71,22 @@ class Supervisor:
     def watch(
         self, name: str, start: Callable[[], BaseProcess], died: Callable[[], None], start_seconds: float
     ) -> None:
-        """Start a process, and look after it from now on."""
+        """Start a process and supervise it from now on."""
         self._state.beat("main")
         process = start()
         self._state.pids[name] = process.pid
         self._watched[name] = Watched(name, start, died, start_seconds, process, self._clock())
 
     def processes(self, names: Iterable[str]) -> list[BaseProcess]:
-        """Of those that are watched: they run, or died last."""
+        """Return the watched processes with these names, running or dead."""
         return [self._watched[name].process for name in names if name in self._watched]
 
     def check(self) -> None:
-        """Look after every process; never waits for one. Raises TooManyDeathsError: too many starts failed."""
+        """Replace dead and hung processes without waiting. Raises TooManyDeathsError: too many starts failed."""
         now = self._clock()
         self._state.beat("main")
         if now - self._checked_at > self._hang_seconds / 2:
-            self._patient_from = now  # this process was stopped, and maybe the others with it
+            self._patient_from = now  # this process was stopped, and perhaps the others with it
         self._checked_at = now
         for watched in self._watched.values():
             if watched.restart_at is not None:
@@ -98,7 +98,7 @@ class Supervisor:
                 logger.error("%s (process %d) hangs: killing it", watched.name, watched.process.pid)
                 watched.process.kill()
                 watched.is_killed = True
-                self._patient_from = now  # the others may have waited for what it held
+                self._patient_from = now  # the others may have waited for a lock that it held
 
     def _is_hung(self, watched: Watched, now: float) -> bool:
         last = self._state.last_beat(watched.name)

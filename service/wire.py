@@ -1,6 +1,6 @@
-"""The messages between HTTP processes and inference processes, each stated once; sockets.py carries them.
+"""The messages between HTTP processes and inference processes. sockets.py carries them.
 
-Ids and numbers: no text of a request, no HTTP. Loads without torch; imports the sampling parameters alone.
+They hold ids and numbers, no text and no HTTP. This module loads without torch, and imports only sampling parameters.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _CONSUMER_SHIFT = 48
 
 
 def sequence_id(consumer_id: int, number: int) -> int:
-    """The id of an HTTP process's sequence: unique among all HTTP processes."""
+    """Return an id for an HTTP process's sequence that is unique among all HTTP processes."""
     return consumer_id << _CONSUMER_SHIFT | number
 
 
 def consumer_of(id: int) -> int:
-    """The HTTP process that submitted a sequence."""
+    """Return the HTTP process that submitted a sequence."""
     return id >> _CONSUMER_SHIFT
 
 
 class Hello(msgspec.Struct, gc=False, array_like=True, tag=True):
-    """First frame of a connection, from an HTTP process; the worker echoes it once it reads."""
+    """The first frame of a connection, from an HTTP process. The worker echoes it when it reads."""
 
     consumer_id: int
 
 
 class Draw(msgspec.Struct, gc=False, array_like=True):
-    """How many exact answers to draw, and what they may cost: candidates, and characters of candidates."""
+    """The number of exact answers to draw, and the limits of candidates and of their characters."""
 
     answers: int
     max_candidates: int
@@ -47,7 +47,7 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     """One sequence to run: a prompt and how to continue it."""
 
     id: int
-    prompt: list[int]  # at least one id
+    prompt: list[int]  # at least 1 id
     max_tokens: int  # 0: the prompt is only scored
     sampling: SamplingParams
     timeout_seconds: float = math.inf
@@ -56,25 +56,25 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     include_stop: bool = False  # keep the stop at the end of the text
     min_tokens: int = 0  # no stop before this many ids
     constraint: bytes | None = None  # a packed Automaton that the text must match
-    minimum: bytes | None = None  # its packed MinimumLength for min_tokens; None: every match has so many
-    may_leave: bool = True  # an id that leaves the constraint where it accepts ends the text; False: it is masked out
-    constrains_first: bool = False  # the constraint is of the first id alone
-    logprobs: int | None = None  # report each id's log-probability and this many of the likeliest; None: neither
+    minimum: bytes | None = None  # its packed MinimumLength for min_tokens; None: every match is long enough
+    may_leave: bool = True  # an id that leaves an accepting constraint ends the text; False: it is masked out
+    constrains_first: bool = False  # the constraint covers only the first id
+    logprobs: int | None = None  # report each id's log-probability and this many of the likeliest; None: report none
     logprob_ids: tuple[int, ...] = ()  # report the log-probabilities of these ids instead of the likeliest
     score_from: int | None = None  # report the prompt's log-probabilities too, from this index (at least 1) on
     priority: int = 0  # among the client's own sequences; lower runs first
-    seen: list[int] = []  # for penalties: distinct ids that preceded the prompt, and were cut off
-    must_run: bool = False  # accepted before: as a part of its request, or by a worker that was lost
+    seen: list[int] = []  # for penalties: distinct ids that were cut off before the prompt
+    must_run: bool = False  # accepted already, with its request or by a lost worker
     request_id: str = ""  # for the log
-    client: str = ""  # whose sequence it is; clients share the worker fairly
-    weight: float = 1.0  # of the client, above 0: how large a part is fair
+    client: str = ""  # the client of the sequence; clients share the worker fairly
+    weight: float = 1.0  # share of the client, above 0
     model: int = 0  # id of the version of a checkpoint (catalog.py)
-    reuse_group: str = ""  # keys and values are copied between sequences of the same group alone
+    reuse_group: str = ""  # keys and values are copied only between sequences of one group
     draw: Draw | None = None  # run free candidates, and answer with those that match the constraint and min_tokens
 
 
 def share(request: Submit, before: Submit) -> None:
-    """What both have is kept once: as a rule they are of one request, but each came with its own."""
+    """Keep equal parts of two sequences once. Both are usually of one request, but each arrived with its own copy."""
     for name in ("stop", "stop_pattern", "constraint", "minimum", "logprob_ids", "seen", "reuse_group"):
         value = getattr(before, name)
         if value and getattr(request, name) == value:
@@ -89,7 +89,7 @@ class Abort(msgspec.Struct, gc=False, array_like=True, tag=True):
 
 
 class Refused(msgspec.Struct, gc=False, array_like=True, tag=True):
-    """The sequence was not accepted: the worker's queue is full, or the wait would be too long."""
+    """The sequence was not accepted: the queue is full, or the expected wait is too long."""
 
     id: int
     message: str
@@ -125,20 +125,20 @@ class Logprobs(msgspec.Struct, gc=False, array_like=True):
         self.top_values += more.top_values
 
     def part(self, start: int, end: int) -> Logprobs:
-        """A copy of those from `start` on, before `end`."""
+        """Return a copy of the entries from `start` to before `end`."""
         first, last = start * self.num_alternatives, end * self.num_alternatives
         ids, values = self.top_ids[4 * first : 4 * last], self.top_values[8 * first : 8 * last]
         return Logprobs(self.values[8 * start : 8 * end], ids, values)
 
     def take(self, count: int) -> Logprobs:
-        """Remove and return the first `count`, or all if there are fewer."""
+        """Remove and return the first `count` entries, or all if there are fewer."""
         taken = self.part(0, count)
         del self.values[: len(taken.values)], self.top_ids[: len(taken.top_ids)]
         del self.top_values[: len(taken.top_values)]
         return taken
 
     def rows(self) -> Iterator[tuple[float, list[tuple[int, float]]]]:
-        """(log-probability, [(id, log-probability) of each alternative]) of each id; use `part` first if many."""
+        """Return (log-probability, [(id, log-probability), …]) of each id. If there are many, use `part` first."""
         k, ids, values = self.num_alternatives, array("I", bytes(self.top_ids)).tolist(), floats(self.top_values)
         for i, value in enumerate(floats(self.values)):
             start, end = i * k, (i + 1) * k
@@ -154,19 +154,19 @@ class Answer(msgspec.Struct, gc=False, array_like=True):
 
 
 class Drawn(msgspec.Struct, gc=False, array_like=True):
-    """What a draw has cost so far, of candidates in the order of their numbers: the same at any load."""
+    """The cost of a draw so far, for candidates in the order of their numbers. It does not depend on the load."""
 
     candidates: int = 0  # tried
     matches: int = 0
-    characters: int = 0  # that were chosen for these candidates
-    nearest: int | None = None  # fewest characters that a dropped candidate lacked to a match
+    characters: int = 0  # chosen for these candidates
+    nearest: int | None = None  # fewest characters that a dropped candidate lacked for a match
     longest: int = 0  # most characters that a dropped candidate had in the pattern
 
 
 class Delta(msgspec.Struct, gc=False, array_like=True):
     """New ids of a sequence. The last delta has a finish reason.
 
-    Times are by time.monotonic(), which all processes of a machine share; the first delta after the prompt has run
+    Times are by time.monotonic(), which all processes of a machine share. The first delta after the prompt has run
     carries the first two.
     """
 
@@ -184,16 +184,16 @@ class Delta(msgspec.Struct, gc=False, array_like=True):
 
 
 class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
-    """Everything that one engine step has for one HTTP process: new ids in columns, and what is more than ids."""
+    """The results of one engine step for one HTTP process: new ids in columns, and everything else in deltas."""
 
-    sequences: list[int]  # (B,) those with new ids
-    counts: list[int]  # (B,) how many each has
+    sequences: list[int]  # (B,) sequences with new ids
+    counts: list[int]  # (B,) number of new ids of each
     ids: bytes  # the new ids of all, in that order; 32 bits each, in this machine's byte order
     deltas: list[Delta]  # beginnings, endings and log-probabilities, without ids; they follow the ids of this step
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Step:
-        """Moves the deltas' ids into columns."""
+        """Move the deltas' ids into columns."""
         sequences, counts, ids, others = [], [], array("I"), []
         for delta in deltas:
             if delta.ids:

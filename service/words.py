@@ -1,4 +1,4 @@
-"""Words of messages for people."""
+"""Words in messages for people."""
 
 
 def plural(count: int, noun: str) -> str:

@@ -433,7 +433,7 @@ def test_a_folder_of_runs_that_is_not_there_removes_nothing(tmp_path):
 def test_a_run_whose_name_is_not_utf_8_is_left_out(catalog, state, tmp_path, caplog):
     save_random(Path(os.fsdecode(bytes(tmp_path / "runs") + b"/caf\xe9")))
     catalog.refresh(state)
-    assert not catalog.step and "as its name is not UTF-8" in caplog.text
+    assert not catalog.step and "because its name is not UTF-8" in caplog.text
     assert state.generation.value == 0, "an unchanged list is not rolled out"
 
 

@@ -1,14 +1,14 @@
-"""The console script chargpt, run as `python -m service.command`."""
+"""The command chargpt, run as `python -m service.command`; tests/test_install.py runs it as it is installed."""
 
-import importlib
+import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from importlib.metadata import version
 
 import pytest
 
+from service import installing
 from service.command import COMMANDS
 from tests.toolbox.launch import ROOT
 from training.__main__ import build_parser
@@ -19,12 +19,6 @@ OURS = "service.command"
 def run(*arguments, module=OURS):
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def test_console_script_points_to_a_function():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    module, function = scripts["chargpt"].split(":")
-    assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_help_lists_every_command_on_one_screen():
@@ -62,6 +56,32 @@ def test_help_errors_and_exit_statuses_come_from_the_subcommand(module, argument
 def test_every_command_tells_its_version(module, arguments):
     done = run(*arguments.split(), module=module)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"chargpt {version('chargpt')}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "absent", "extra"),
+    [("serve", "litserve", "service"), ("train", "torch", "training"), ("sample", "rich", "training")],
+)
+def test_a_missing_extra_is_named_in_one_line(tmp_path, command, absent, extra):
+    """Each module is the first of its extra that the command imports; the others may be missing too."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{absent!r}] = None")
+    flags = [] if command == "serve" else ["--data", "x"] if command == "train" else ["--checkpoint", "x"]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-m", OURS, command, *flags], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    line = f"chargpt {command}: the module {absent} is not installed: {installing(extra)}\n"
+    assert done.stderr == line
+    for flag in ("--help", "--version"):
+        assert subprocess.run([sys.executable, "-m", OURS, flag], capture_output=True, env=environment).returncode == 0
+
+
+def test_a_fault_of_an_installed_package_keeps_its_traceback(tmp_path):
+    (tmp_path / "litserve.py").write_text("import json.absent")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-m", OURS, "serve"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and done.stderr.endswith("ModuleNotFoundError: No module named 'json.absent'\n")
 
 
 @pytest.mark.parametrize("leftover", [False, True], ids=["absent", "empty folder"])

@@ -122,9 +122,9 @@ def build_parser(show_all: bool = False) -> Parser:
     p.add_argument("--unique", action="store_true", help="skip duplicate texts")
     p.add_argument("--novel", action="store_true", help="skip texts that are lines of the training text")
     add_data_flags(p, f"of --novel, the training text: {DATA_HELP} (default: where the run read it)")
-    p.add_argument("--format", choices=("text", "jsonl"), default="text", help="plain texts, or JSON lines with seeds")
+    add_format_flag(p, ("text", "jsonl", "csv"), "plain texts; or JSON lines or CSV, with seeds")
 
-    p = command("score", "print the log-likelihood of each line of a text, as JSON lines")
+    p = command("score", "print the log-likelihood of each line of a text, or its strangest lines")
     add_model_flags(p)
     p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file")
     p.add_argument(
@@ -133,7 +133,10 @@ def build_parser(show_all: bool = False) -> Parser:
         "whose first character is not scored, and whose line break is no part of them (default: as the model was "
         "trained, and as texts of /v1/score)",
     )  # fmt: skip
-    add_unknown_flags(p, "lines")
+    p.add_argument("--top", type=int, metavar="N", help="print the N strangest lines, by falling bits per character")
+    p.add_argument("--sort", action="store_true", help="print all lines, the strangest first")
+    add_format_flag(p, ("jsonl", "csv"), "JSON lines, or CSV with a header")
+    add_unknown_flags(p, "lines", default=None, chosen="replace, or drop if the vocabulary has no replacement")
 
     p = command("report", "measure how much generated text is copied from the training text")
     add_model_flags(p)
@@ -240,11 +243,17 @@ def add_data_flags(parser: argparse.ArgumentParser, help: str, default: list[str
     parser.add_argument("--exclude", nargs="+", metavar="GLOB", help=EXCLUDE_HELP)
 
 
-def add_unknown_flags(parser: argparse.ArgumentParser, where: str) -> None:
-    """Read by `inputs.Encoder`."""
+def add_format_flag(parser: argparse.ArgumentParser, choices: tuple[str, ...], help: str) -> None:
+    parser.add_argument("--format", choices=choices, default=choices[0], help=help)
+
+
+def add_unknown_flags(
+    parser: argparse.ArgumentParser, where: str, default: str | None = "refuse", chosen: str = ""
+) -> None:
+    """Read by `inputs.Encoder`; chosen: what no default stands for."""
     parser.add_argument(
-        "--unknown-characters", choices=("refuse", "replace", "drop"), default="refuse",
-        help=f"for characters of {where} outside the vocabulary",
+        "--unknown-characters", choices=("refuse", "replace", "drop"), default=default,
+        help=f"for characters of {where} outside the vocabulary" + (f" (default: {chosen})" if chosen else ""),
     )  # fmt: skip
     parser.add_argument(
         "--replacement-character", metavar="TEXT",

@@ -1,4 +1,4 @@
-"""What is said of a text before a run, in at most five lines: what would make a training disappoint.
+"""What is said of a text before a run, in at most six lines: what would make a training disappoint.
 
 Looks at the first AT_MOST characters of each split for all but symbols, so that a text may be larger than memory.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from service.model.tokenizer import RECORD_SEPARATOR
 from training.config import TrainConfig
-from training.data import Corpus, rare_characters
+from training.data import Corpus, rare_characters, record_pieces
 from training.examination import NGRAM, copied_share
 from training.messages import plural
 from training.records import BLANK, blocks
@@ -71,6 +71,13 @@ def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iter
                 "validation loss will look better than the model is"
             )
         return
+    lengths = record_pieces(corpus.train, len(corpus.train))[1]
+    if num_cut := int((lengths > config.block_size).sum()):
+        yield (
+            f"cut: {plural(num_cut, 'record')} of {len(lengths):,} to train on have more than --block-size "
+            f"{config.block_size} characters with their ends and are learned in pieces; the longest has "
+            f"{plural(int(lengths.max()), 'character')}"
+        )
     records, held_out = map(corpus.texts_of, (train, val))
     repeated = Counter(records)
     if found := _table_format(records[:AT_MOST_LINES]):

@@ -11,6 +11,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from service import installing
 from service.model.config import BOUNDS, GPTConfig
 from training.messages import Refusal
 from training.records import LINES
@@ -179,7 +180,7 @@ class TrainConfig:
             raise ConfigError("extend_vocabulary needs a checkpoint to extend; set init_from too")
         # Refused here, before an earlier run is replaced.
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("tensorboard needs the package tensorboard; pip install -e '.[tensorboard]'")
+            raise ConfigError(f"tensorboard needs the package tensorboard: {installing('tensorboard')}")
 
     @classmethod
     def from_preset(cls, preset: str, **changes: Any) -> TrainConfig:

@@ -238,20 +238,30 @@ class Corpus:
     def example_prompt(self) -> str:
         """What lines of the text often begin with, or else its first characters; nothing of records, which begin alike.
 
-        The longest beginning of at most EXAMPLE_CHARACTERS that one line in 300 has, line break included.
+        The longest beginning of at most EXAMPLE_CHARACTERS that one line in 300 has, line break included. It ends at
+        the end of a word if the text has spaces.
         """
         if self.records is not None:
             return ""
         text = self.tokenizer.decode(self.train[:EXAMPLE_OF_CHARACTERS].tolist())
         if self.tokenizer.unknown_id is not None:  # which nobody types
             text = text.replace(UNKNOWN, "")
-        lines = [line for line in text.splitlines(keepends=True) if line[:1].isalnum()]
+        lines = [line for line in text.splitlines(keepends=True) if line[:1].isalnum() and len(line.strip()) > 1]
+        has_spaces = " " in text
+
+        def is_inside_word(line: str, length: int) -> bool:
+            return has_spaces and len(line) > length and line[length - 1 : length + 1].isalnum()
+
         for length in range(EXAMPLE_CHARACTERS, 1, -1):
-            beginnings = Counter([line[:length] for line in lines if len(line.strip()) > 1])
+            beginnings = Counter([line[:length] for line in lines if not is_inside_word(line, length)])
             for beginning, count in beginnings.most_common(1):
                 if count > max(2, len(lines) / 300):
                     return beginning
-        return text.lstrip()[:EXAMPLE_CHARACTERS] or text[:1]
+        first = text.lstrip()
+        length = EXAMPLE_CHARACTERS
+        while length > 1 and is_inside_word(first, length):
+            length -= 1
+        return first[: length if length > 1 else EXAMPLE_CHARACTERS] or text[:1]
 
     @functools.cached_property
     def ngrams(self) -> bytes:

@@ -87,10 +87,10 @@ class ProgressView(Bar):
 
 
 @contextlib.contextmanager
-def show_forwards(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+def show_forwards(console: Console, what: str, total: int, unit: str = "characters") -> Iterator[Callable[[int], None]]:
     """How far a text has gone through a model: a bar on terminals, elsewhere a line every LINE_SECONDS.
 
-    Yields what is told the number of characters of each forward; total: of about how many characters in all.
+    Yields what is told the number of characters, or of another unit, of each forward; total: of about how many in all.
     """
     done = 0
     started = line_at = time.monotonic()
@@ -105,7 +105,7 @@ def show_forwards(console: Console, what: str, total: int) -> Iterator[Callable[
             now = time.monotonic()
             if not console.is_terminal and now - line_at >= LINE_SECONDS:
                 line_at, left = now, (now - started) * (total / done - 1)
-                say(console, f"{what}: {done:,} of {total:,} characters, {left:.0f} s left")
+                say(console, f"{what}: {done:,} of {total:,} {unit}, {left:.0f} s left")
 
         yield advance
 

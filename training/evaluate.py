@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from training.data import (
 )
 from training.inputs import Encoder, encode_files, load_model, splitting_of, training_corpus
 from training.messages import plural
+from training.native_scores import NativeScorer
 
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
@@ -93,14 +95,15 @@ def sampled_scores(
 
     Records that fit the window are scored once: both losses are the same.
     """
-    window = model.config.block_size
+    window, sums_of = model.config.block_size, fast_piece_sums(model)
     if records:
         part = beginning(ids, count)
         starts, lengths = record_pieces(part, len(part))
-        sums = piece_sums(model, part, starts, lengths, advance)
+        sums = sums_of(part, starts, lengths, advance)
         streamed = whole = float(sums.sum()) / int(lengths.sum())
         if lengths.max() > window:
-            whole = piece_loss(model, part, *record_pieces(part, window), advance)
+            cut_starts, cut_lengths = record_pieces(part, window)
+            whole = float(sums_of(part, cut_starts, cut_lengths, advance).sum()) / int(cut_lengths.sum())
         losses = {"whole": whole, "streamed": streamed}
         if train is not None:
             is_unseen = unseen_records(part, train)
@@ -110,15 +113,15 @@ def sampled_scores(
         places = stretches(len(ids), count, window)
         pieces = [window_pieces(ids[start:end], window) for start, end in places]
         starts = np.concatenate([start + its for (start, _), (its, _) in zip(places, pieces, strict=True)])
-        all_sums = piece_sums(model, ids, starts, np.concatenate([its for _, its in pieces]), advance)
+        all_sums = sums_of(ids, starts, np.concatenate([its for _, its in pieces]), advance)
         ends = np.cumsum([len(its) for _, its in pieces])[:-1]
         sums = np.array([part.sum() for part in np.split(all_sums, ends)])
         lengths = np.array([its.sum() for _, its in pieces])
-        streamed_sums = (
-            streamed_sum(model, ids[max(0, start - window) : end], advance, skip=min(start, window))
-            for start, end in places
-        )
-        losses = {"whole": float(sums.sum()) / int(lengths.sum()), "streamed": sum(streamed_sums) / int(lengths.sum())}
+        contexts = np.array([min(start, window) for start, _ in places])
+        firsts = np.array([start for start, _ in places]) - contexts
+        streamed_sums = sums_of(ids, firsts, lengths + contexts, advance, contexts)
+        losses = {"whole": float(sums.sum()), "streamed": float(streamed_sums.sum())}
+        losses = {name: total / int(lengths.sum()) for name, total in losses.items()}
     scored = int(lengths.sum())
     return Scores(losses, scored, None if scored >= len(ids) - 1 else _standard_error(sums, lengths))
 
@@ -162,28 +165,42 @@ def piece_loss(model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndar
     return float(piece_sums(model, ids, starts, lengths, advance).sum()) / max(1, int(lengths.sum()))
 
 
+def fast_piece_sums(model: GPT) -> Callable[..., np.ndarray]:
+    """`piece_sums` of a model, by the native engine if it computes the model here."""
+    assert not model.training, "dropout must be off"
+    scorer = NativeScorer.of(model)
+    return partial(piece_sums, model) if scorer is None else scorer.piece_sums
+
+
 @torch.no_grad()
 def piece_sums(
-    model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, advance: Advance = int
+    model: GPT,
+    ids: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    advance: Advance = int,
+    skips: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Summed loss of the targets of each piece: (pieces,) float64.
+    """Summed loss of the targets of each piece, without the first `skips` of them: (pieces,) float64.
 
     A piece longer than a forward is scored as `streamed_loss` scores a text.
     """
     assert not model.training, "dropout must be off"
     sums, first = np.zeros(len(lengths)), 0
+    skips = np.zeros_like(lengths) if skips is None else skips
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]  # the longest first
     while first < len(order):
         start, length = int(starts[order[first]]), int(lengths[order[first]])
         if length > BATCH_CHARS:
-            sums[order[first]] = streamed_sum(model, ids[start : start + length + 1], advance)
+            sums[order[first]] = streamed_sum(model, ids[start : start + length + 1], advance, int(skips[order[first]]))
             first += 1
             continue
         rows = max(1, BATCH_CHARS // length)
         batch = order[first : first + rows]
         idx, targets = padded(ids, starts[batch], lengths[batch])
+        targets[np.arange(targets.shape[1]) < skips[batch, None]] = IGNORED
         sums[batch] = _losses(model(torch.from_numpy(idx.astype(np.int64)).to(model.head.weight.device)), targets)
-        advance(int(lengths[batch].sum()))
+        advance(int((lengths - skips)[batch].sum()))
         first += rows
     return sums
 
@@ -201,7 +218,7 @@ def streamed_sum(model: GPT, ids: np.ndarray, advance: Advance = int, skip: int 
         targets[: max(0, skip - scored)] = IGNORED
         total += float(_losses(logits, targets[None])[0])
         scored += len(targets)
-        advance(len(targets))
+        advance(int((targets != IGNORED).sum()))
     return total
 
 

@@ -23,13 +23,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from service import installing
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.kv_cache import CacheRows
 from service.model.tokenizer import UNKNOWN
 from training.config import ConfigError
 from training.inputs import find_checkpoint
-from training.messages import installing, plural
+from training.messages import plural
 from training.saving import named_tensors
 
 

@@ -18,7 +18,7 @@ from service.constrain.automaton import Automaton
 from service.constrain.regex import RegexError, compile_regex
 from service.model.checkpoint import MANIFEST, Checkpoint
 from service.model.gpt import GPT
-from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from service.model.tokenizer import UNKNOWN, CharTokenizer, UnknownCharacterError
 from training.config import ConfigError
 from training.data import Corpus, DataError, encode_array, id_dtype, prepare, recode, source_text, split_text
 from training.device import pick_device
@@ -143,6 +143,13 @@ class Encoder:
         other = self.replacement if self.policy == "replace" else ""
         return encode_array(self.tokenizer, text.translate(dict.fromkeys(map(ord, unknown), other)))
 
+    def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
+        """`encode`, and how many characters the model does not know; its unknown symbol in the text is one too."""
+        before = self.num_unknown
+        ids = self.encode(text)
+        own = 0 if self.tokenizer.unknown_id is None else text.count(UNKNOWN)
+        return ids, self.num_unknown - before + own
+
     def report(self) -> None:
         """A line on standard error about the unknown characters, if there were any."""
         if self.num_unknown:
@@ -182,13 +189,16 @@ def encode_files(files: Sequence[Path], encoder: Encoder, splitting: Splitting =
     return ids
 
 
-def compile_pattern(flag: str, pattern: str, tokenizer: CharTokenizer) -> Automaton:
-    """
+def compile_pattern(
+    flag: str, pattern: str, tokenizer: CharTokenizer, allowed: frozenset[str] | None = None
+) -> Automaton:
+    """allowed: the characters that it may match; None: all.
+
     Raises:
         ConfigError: the pattern is invalid, too large, or nothing can match it.
     """
     try:
-        automaton = compile_regex(pattern, tokenizer.characters, max_states=MAX_STATES[flag])
+        automaton = compile_regex(pattern, tokenizer.characters, allowed=allowed, max_states=MAX_STATES[flag])
     except RegexError as error:
         raise ConfigError(f"{flag}: {error}") from None
     if flag == "--stop-regex" and automaton.accepting[0]:

@@ -40,17 +40,13 @@ def program() -> str:
     return "chargpt" if sys.argv[0] == "chargpt" else f"{_word(Path(sys.executable))} -m training"
 
 
-def installing(extra: str) -> str:
-    """The command that installs an extra of the package for this Python."""
-    return f"{_word(Path(sys.executable))} -m pip install -e '.[{extra}]'"
-
-
 def resume_command(out: Path, processes: int, changes: Mapping[str, Any]) -> str:
     """changes: settings that differ from those in the last save."""
     if processes == 1 and (made := made_by()) and os.environ.get("MADE_OUT") == str(out):
         return f"{made} {args_with(f'--resume{flags(changes)}')}"
     if processes > 1:
-        start = f"torchrun --nproc-per-node {processes} -m training"
+        entry = "--no-python chargpt" if program() == "chargpt" else "-m training"
+        start = f"torchrun --nproc-per-node {processes} {entry}"
     elif program() == "chargpt":
         start = _word(Path(sys.executable).with_name("chargpt"))
     else:

@@ -44,7 +44,7 @@ from training.device import halves, machine, training_forward
 from training.display import show_forwards
 from training.distill import Teachers
 from training.distributed import World
-from training.evaluate import BATCH_CHARS, piece_loss
+from training.evaluate import BATCH_CHARS, STRETCH_WINDOWS, piece_loss, sampled_scores
 from training.finetune import Origin
 from training.fused import FusedForward
 from training.log import RunLog
@@ -202,23 +202,27 @@ class RunState:
             return teachers.table(train, advance_or_stop)
 
     def estimate(self, step_seconds: float) -> str:
-        """How long the rest takes, steps by the seconds of one now, scoring by those of a forward; of the main process.
+        """How long the rest takes, by the seconds of a step, an evaluation and a report now; of the main process.
 
         The window grows, and with it a step's time; baselines and samples are not counted.
         """
         config, step = self.config, self.progress.step
         starts, lengths = (part[: max(1, BATCH_CHARS // config.block_size)] for part in self.val_pieces)
-        started = time.monotonic()
         self.model.eval()
+        started = time.monotonic()
         piece_loss(self.model, self.corpus.val, starts, lengths)
-        self.model.train()
         seconds_each = (time.monotonic() - started) / int(lengths.sum())
+        started = time.monotonic()
+        count = max(BATCH_CHARS, 2 * STRETCH_WINDOWS * config.block_size)
+        reported = sampled_scores(self.model, self.corpus.val, count, self.corpus.records is not None)
+        seconds_scored = (time.monotonic() - started) / reported.characters
+        self.model.train()
         val = len(self.corpus.val)
         scored = min(val, self.scored_characters(config.steps * config.tokens_per_step))
         evaluated = min(config.eval_chars or val, val) * -(-(config.steps - step) // config.eval_every)
         growth = self.flops_per_character(self.mean_window) / self.flops_per_character(config.window_at(step))
         training = (config.steps - step) * step_seconds * growth + evaluated * seconds_each / self.world.size
-        scoring = self.scorings * scored * seconds_each
+        scoring = scored * seconds_scored
         more = f" of {val:,}; --score-chars all scores the rest" if scored < val else ""
         return (
             f"about {duration(training + scoring)} to the end: {duration(training)} of training, {duration(scoring)} "

@@ -6,6 +6,7 @@ Text i has seed `params.seed + i`, so each can be reproduced alone.
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import json
 import sys
@@ -24,7 +25,7 @@ from service.engine.backends import open_runner
 from service.engine.engine import Engine
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
-from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from service.model.tokenizer import RECORD_SEPARATOR, CharTokenizer, UnknownCharacterError
 from service.wire import Draw, Drawn, Submit
 from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
@@ -79,7 +80,7 @@ def command(args: argparse.Namespace) -> None:
         prompt, given = tokenizer.encode(begins), begins.strip("\n")
     stop_pattern, condition = None, None
     if args.stop_regex is not None:
-        stop_pattern = compile_pattern("--stop-regex", args.stop_regex, tokenizer).pack()
+        stop_pattern = compile_pattern("--stop-regex", args.stop_regex, tokenizer, checkpoint.text_characters).pack()
     if args.regex is not None:
         condition = Condition.of(args.regex, tokenizer, args.max_tokens, end, is_empty=prompt[-1] == end)
     is_known = known_lines(training_corpus(checkpoint, args)) if args.novel else None
@@ -100,13 +101,18 @@ def command(args: argparse.Namespace) -> None:
     if end is not None and end_character != "\n":
         between = separator_between(separator, end_character)
     started, characters = time.monotonic(), 0
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    if args.format == "csv":
+        table.writerow(("text", "seed"))
     try:
         for number, (seed, ids) in enumerate(
             track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
         ):
             characters += len(ids)
             text = given + tokenizer.decode(ids)
-            if args.format == "jsonl":
+            if args.format == "csv":
+                table.writerow((text, seed))
+            elif args.format == "jsonl":
                 print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
             else:
                 print(between if number else "", text, sep="", end="")
@@ -155,7 +161,10 @@ class Condition(NamedTuple):
         Raises:
             ConfigError: the pattern is invalid, or no match is that short.
         """
-        automaton, minimum, num_more = compile_pattern("--regex", pattern, tokenizer), None, int(end is not None)
+        characters, minimum, num_more = tokenizer.characters, None, int(end is not None)
+        is_separated = end is not None and characters[end] == RECORD_SEPARATOR  # which no pattern matches
+        allowed = frozenset(characters) - {RECORD_SEPARATOR} if is_separated else None
+        automaton = compile_pattern("--regex", pattern, tokenizer, allowed)
         try:
             automaton = automaton if end is None else ended(automaton, end)
         except RegexError:

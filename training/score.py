@@ -1,4 +1,4 @@
-"""`score`: the log-likelihood of each line of a text, in batches.
+"""`score`: the log-likelihood of each line of a text, or its strangest lines.
 
 As /v1/score of the service has it: a line is a text of its own, whose first character has nothing before it and is not
 scored; its line break is no part of it. Of a model of records each record is scored as it is trained on, from the end
@@ -8,47 +8,93 @@ of the one before to its own.
 from __future__ import annotations
 
 import argparse
-import json
+import heapq
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
+from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.tokenizer import UnknownCharacterError
+from training.config import ConfigError
 from training.data import DataError, read_records
-from training.evaluate import bits, piece_sums
+from training.display import show_forwards
+from training.evaluate import Advance, bits, fast_piece_sums
 from training.inputs import OF_TEXT, Encoder, load_model, splitting_of
 from training.messages import plural
+from training.rows import write_rows
 
 LINES = 4096  # scored together
 SURROGATE = 0xDC00  # plus a byte that is not UTF-8, as `data.read_lines` gives it
 MAX_REPORTED = 20  # lines that are not scored
+COLUMNS = (
+    "line", "text", "characters", "unknown_characters", "nats", "nats_per_character", "bits_per_character", "perplexity"
+)  # fmt: skip
+
+Row = dict[str, Any]  # of COLUMNS
+
+
+class Line(NamedTuple):
+    """A line that can be scored."""
+
+    number: int  # from 1
+    text: str
+    ids: np.ndarray  # (T,) int64, with the line breaks on both sides if it is a record
+    num_unknown: int
+    num_bytes: int  # in the file
+
+
+class Tally:
+    """Counts lines, and reports the first that are not scored on standard error."""
+
+    num_lines = num_refused = 0
+
+    def counted(self, lines: Iterable[str]) -> Iterator[str]:
+        for line in lines:
+            self.num_lines += 1
+            yield line
+
+    def refuse(self, number: int, reason: str) -> None:
+        self.num_refused += 1
+        if self.num_refused <= MAX_REPORTED:
+            print(f"line {number:,}: {reason}", file=sys.stderr)
 
 
 def command(args: argparse.Namespace) -> None:
+    if args.top is not None and args.top < 1:
+        raise ConfigError(f"--top must be at least 1, got {args.top}")
     checkpoint, model = load_model(args)
-    encoder = Encoder.of(args, checkpoint)
-    num_scored = num_refused = 0
-
-    def refused(number: int, reason: str) -> None:
-        nonlocal num_refused
-        num_refused += 1
-        if num_refused <= MAX_REPORTED:
-            print(f"line {number:,}: {reason}", file=sys.stderr)
-
+    encoder, tally = encoder_of(args, checkpoint), Tally()
     records = checkpoint.record_end is not None if args.records is None else args.records
-    separator, column, end = splitting_of(checkpoint) if records else OF_TEXT
-    lines = read_records(args.data, separator, column)
-    for record in score_lines(model, encoder, lines, records=records, end=end or "\n", refused=refused):
-        num_scored += 1
-        print(json.dumps(record, ensure_ascii=False))
+    is_ranked = args.sort or args.top is not None
+    console = Console(stderr=True, quiet=sys.stdout.isatty() and not is_ranked)  # no bar among the rows
+    with show_forwards(console, "scoring", args.data.stat().st_size, "bytes") as advance:
+        separator, column, end = splitting_of(checkpoint) if records else OF_TEXT
+        lines = tally.counted(read_records(args.data, separator, column))
+        rows = score_lines(
+            model, encoder, lines, records=records, end=end or "\n", refused=tally.refuse, advance=advance
+        )
+        if is_ranked:
+            rows = iter(strangest(rows, args.top))
+    write_rows(rows, COLUMNS, args.format)
     encoder.report()
-    if num_refused:
-        more = f", the first {MAX_REPORTED} of which are named above" if num_refused > MAX_REPORTED else ""
-        raise DataError(f"{plural(num_refused, 'line')} of {num_scored + num_refused:,} not scored{more}")
+    if tally.num_refused:
+        more = f", the first {MAX_REPORTED} of which are named above" if tally.num_refused > MAX_REPORTED else ""
+        raise DataError(f"{plural(tally.num_refused, 'line')} of {tally.num_lines:,} not scored{more}")
+
+
+def encoder_of(args: argparse.Namespace, checkpoint: Checkpoint) -> Encoder:
+    """Without --unknown-characters they are replaced, or dropped if the vocabulary has nothing to replace them with."""
+    if args.unknown_characters is None:
+        tokenizer = checkpoint.tokenizer
+        can_replace = args.replacement_character is not None or tokenizer.replacement in tokenizer
+        args.unknown_characters = "replace" if can_replace else "drop"
+    return Encoder.of(args, checkpoint)
 
 
 def score_lines(
@@ -59,45 +105,66 @@ def score_lines(
     records: bool,
     end: str = "\n",
     refused: Callable[[int, str], None],
-) -> Iterator[dict[str, Any]]:
-    """The scores of each line, or record, in order; `characters` are those scored, with `records` the `end` too.
+    advance: Advance = int,
+) -> Iterator[Row]:
+    """The row of each line, or record, in order; `characters` are those scored, with `records` the `end` too.
 
-    A line that is not UTF-8 or has unknown characters is left out: `refused` is called with its number, from 1, and
-    the reason.
+    A line that is not UTF-8 is left out, and so is one with unknown characters if the encoder refuses them. `refused`
+    is called with its number, from 1, and the reason; `advance` with the number of bytes scored.
 
     Raises:
         DataError: with `records`, the vocabulary has no `end`.
     """
     if records and end not in encoder.tokenizer:
         raise DataError("--records needs a model whose vocabulary includes the line break; this one does not")
-    edge = np.array(encoder.tokenizer.encode(end) if records else [], np.int64)
-    group: list[tuple[int, str, np.ndarray]] = []
-    for number, line in enumerate(lines, 1):
+    sums_of = fast_piece_sums(model)
+    encoded = encoded_lines(encoder, lines, encoder.tokenizer.encode(end) if records else [], refused)
+    while group := list(itertools.islice(encoded, LINES)):
+        sizes = np.array([len(line.ids) for line in group], np.int64)
+        counts, starts = (sizes - 1).clip(min=0), np.cumsum(sizes) - sizes
+        bytes_each = sum(line.num_bytes for line in group) / max(1, counts.sum())
+        ids = np.concatenate([line.ids for line in group])
+        sums = sums_of(ids, starts, counts, lambda count, each=bytes_each: advance(round(count * each)))
+        for line, count, nats in zip(group, counts.tolist(), sums.tolist(), strict=True):
+            yield row_of(line, count, nats)
+
+
+def encoded_lines(
+    encoder: Encoder, lines: Iterable[str], end: list[int], refused: Callable[[int, str], None]
+) -> Iterator[Line]:
+    """end: the ids on both sides of a line."""
+    for number, text in enumerate(lines, 1):
         try:
-            if offset := next((i for i, c in enumerate(line, 1) if "\ud800" <= c <= "\udfff"), 0):
-                refused(number, f"byte 0x{ord(line[offset - 1]) - SURROGATE:02X} at offset {offset - 1} is not UTF-8")
-                continue
-            group.append((number, line, np.concatenate((edge, encoder.encode(line), edge))))
+            num_bytes = len(text.encode()) + 1
+            ids, num_unknown = encoder.encode_counting(text)
+        except UnicodeEncodeError as error:
+            byte = ord(text[error.start]) - SURROGATE
+            refused(number, f"byte 0x{byte:02X} at offset {error.start} is not UTF-8")
         except UnknownCharacterError as error:
             refused(number, str(error))
-        if len(group) == LINES:
-            yield from _score_group(model, group)
-            group = []
-    yield from _score_group(model, group)
+        else:
+            yield Line(number, text, np.concatenate((end, ids, end)).astype(np.int64), num_unknown, num_bytes)
 
 
-def _score_group(model: GPT, group: list[tuple[int, str, np.ndarray]]) -> Iterator[dict[str, Any]]:
-    sizes = np.array([len(ids) for _, _, ids in group], np.int64)
-    counts, starts = (sizes - 1).clip(min=0), np.cumsum(sizes) - sizes
-    sums = piece_sums(model, np.concatenate([np.empty(0, np.int64), *(ids for _, _, ids in group)]), starts, counts)
-    for (number, line, _), count, nats in zip(group, counts.tolist(), sums.tolist(), strict=True):
-        mean = nats / count if count else None
-        yield {
-            "line": number,
-            "text": line,
-            "characters": count,
-            "nats": nats,
-            "nats_per_character": mean,
-            "bits_per_character": None if mean is None else bits(mean),
-            "perplexity": None if mean is None else math.exp(mean),
-        }
+def row_of(line: Line, count: int, nats: float) -> Row:
+    mean = nats / count if count else None
+    return {
+        "line": line.number,
+        "text": line.text,
+        "characters": count,
+        "unknown_characters": line.num_unknown,
+        "nats": nats,
+        "nats_per_character": mean,
+        "bits_per_character": None if mean is None else bits(mean),
+        "perplexity": None if mean is None else math.exp(mean),
+    }
+
+
+def strangest(rows: Iterable[Row], count: int | None) -> list[Row]:
+    """The first `count` rows, or all, by falling bits per character; of equal ones the earlier line first."""
+
+    def strangeness(row: Row) -> tuple[float, int]:
+        each = row["bits_per_character"]
+        return -math.inf if each is None else each, -row["line"]
+
+    return sorted(rows, key=strangeness, reverse=True) if count is None else heapq.nlargest(count, rows, strangeness)

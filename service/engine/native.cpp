@@ -510,7 +510,7 @@ struct ChargptItem {
 
 struct ChargptConfig {
   int32_t vocab_size, block_size, n_layer, n_head, n_kv_head, n_embd, n_inner, slots, threads;
-  int32_t dtype, is_half;  // arithmetic: 0 fp32, 1 fp64, 2 bfloat16; weights stored as fp16
+  int32_t dtype, is_half;  // 0 fp32, 1 fp64, 2 bfloat16, 3 fp32 without fp16 in store; weights stored as fp16
   double norm_eps;
   const double* frequencies;  // (head_dim / 2,) radians per position
   // The tree of service/model/ngrams.py; num_ngrams is 0 without one.
@@ -1734,11 +1734,12 @@ bool fits_half(const ChargptConfig& c, const float* const* weights) {
 
 // The layout of the structures above, which native.py must share.
 API int32_t chargpt_layout(void) {
-  return 5 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
+  return 6 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
 }
 
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {
   Engine* engine = nullptr;
+  if (config->dtype == 3) engine = new Net<float, float, float>(*config, weights);
   if (config->dtype == 0 && fits_half(*config, weights)) {
     if (config->is_half) engine = new Net<float, Half, Half>(*config, weights);
     else engine = new Net<float, float, Half>(*config, weights);

@@ -26,6 +26,7 @@ from service.model.ngrams import ORDER, NGrams
 from service.model.params import SamplingParams
 from service.wire import Logprobs
 
+FULL = 3  # ChargptConfig.dtype: float32 for weights, keys and values too
 LIBRARY_VARIABLE = "CHARGPT_NATIVE_LIBRARY"  # another build of the library, for tests of one
 
 # Instruction sets, best first, with the flags of /proc/cpuinfo that they need besides those of the next one.
@@ -113,7 +114,7 @@ def opened(path: Path, name: str, revision: int) -> ctypes.CDLL:
 
 def _load(path: Path) -> ctypes.CDLL:
     """Raises RuntimeError: as `opened`."""
-    layout = 5 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+    layout = 6 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
     library = opened(path, "chargpt_layout", layout)
     for name, arguments in {
         "chargpt_open": [POINTER(_Config), POINTER(POINTER(c_float)), POINTER(c_void_p)],
@@ -149,6 +150,7 @@ class NativeRunner(Runner):
 
     dtype: "float32", "float64" or, where the CPU multiplies it, "bfloat16" (weights, keys and values, and the factors
     of products; sums are float32). "float32" keeps keys and values as float16, unless a text could make them overflow.
+    half_cache: False makes "float32" keep them, and the weights, as float32.
     weights: under GPT's parameter names, float16 or float32, or float64 with values of float32. "float32" stores them
     as float16 where that is exact and keys and values are too; "float64" as float32.
     ngrams: of the training text, which guesses come from; None: guesses come from a sequence's own text alone.
@@ -170,6 +172,7 @@ class NativeRunner(Runner):
         threads: int,
         dtype: str = "float32",
         ngrams: NGrams | None = None,
+        half_cache: bool = True,
     ):
         self.config, self.slots, self.dtype = config, slots, dtype
         self._library, possible = library(), dtypes()
@@ -177,7 +180,8 @@ class NativeRunner(Runner):
             raise ValueError(f"on this CPU the native backend computes in {' or '.join(possible)}, got {dtype}")
         self._engine, self._process = c_void_p(), os.getpid()
         singles = [_single(name, weights[name], parts) for name, parts in layout(config).items()]
-        is_half = dtype == "float32" and all(map(_fits_half, singles))
+        is_half = half_cache and dtype == "float32" and all(map(_fits_half, singles))
+        number = possible.index(dtype) if half_cache or dtype != "float32" else FULL
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
         frequencies = config.rope_theta**-half
         assert config.n_inner is not None
@@ -188,7 +192,7 @@ class NativeRunner(Runner):
         self._library.chargpt_open(
             _Config(
                 *(config.vocab_size, config.block_size, config.n_layer, config.n_head, config.n_kv_head),
-                *(config.n_embd, config.n_inner, slots, threads, possible.index(dtype), is_half, config.norm_eps),
+                *(config.n_embd, config.n_inner, slots, threads, number, is_half, config.norm_eps),
                 frequencies.ctypes.data_as(POINTER(c_double)),
                 *tree,
             ),

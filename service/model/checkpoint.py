@@ -33,7 +33,7 @@ import numpy as np
 
 from service.model.config import GPTConfig
 from service.model.ngrams import MAX_BYTES, NGRAMS, NGrams
-from service.model.tokenizer import UNKNOWN, CharTokenizer
+from service.model.tokenizer import RECORD_SEPARATOR, UNKNOWN, CharTokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -264,6 +264,16 @@ class Checkpoint:
         """
         end = self.record_end_character
         return None if end is None else self.tokenizer.encode(end)[0]
+
+    @functools.cached_property
+    def text_characters(self) -> frozenset[str] | None:
+        """What patterns may match within a record: all but U+001E that ends it. None: all characters.
+
+        A pattern may name a line break that ends a record, because lines are what users see.
+        """
+        if self.record_end_character != RECORD_SEPARATOR:
+            return None
+        return frozenset(self.tokenizer.characters) - {RECORD_SEPARATOR}
 
     @functools.cached_property
     def example_prompt(self) -> str:

@@ -1,8 +1,8 @@
-"""The sampling parameters, each with its bounds and its meaning, stated once.
+"""The sampling parameters, with the bounds and the meaning of each.
 
-The HTTP schema takes its fields from here (service/http/api/bodies.py), a frame carries them as they are
-(service/wire.py), and sampling.py computes with them: a new parameter touches this file and sampling.py.
-Loads without torch.
+service/http/api/bodies.py takes the fields of the HTTP schema from here, and service/wire.py sends them to a worker.
+sampling.py (also for cuda.py) and native.cpp sample with them. A new parameter also needs a field in bodies.py and a
+flag in training/__main__.py and sample.py. This module loads without torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The page of /metrics: the sums of all processes' values, and metrics that are computed when scraped.
+"""The page of /metrics: sums over all processes, and metrics that are computed when scraped.
 
-Those are each process's memory and CPU time, the checkpoint and versions, and ratios of sums. An option repeats series
-under vLLM's names. Records no observations.
+The computed metrics are the memory and CPU time of each process, the checkpoint and versions, and ratios of sums. An
+option repeats series under vLLM's names. This module records no observations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from service.model.checkpoint import Checkpoint
 from service.observe import metrics
 from service.shared import REASONS, SharedState
 
-# Names in vLLM 0.33, the last two from prometheus-fastapi-instrumentator, which vLLM uses.
+# Names of vLLM 0.33. The last two are from prometheus-fastapi-instrumentator, which vLLM uses.
 VLLM_NAMES = {f"chargpt_{stem}": f"vllm:{stem}" for stem in (
     "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
@@ -51,22 +51,22 @@ class Exposition(Collector):
 
     service_name: str
     served: Callable[[], Mapping[str, Checkpoint]]  # by name
-    rows: Callable[[], Mapping[str, int]]  # in shared memory, of every name that was ever listed
+    rows: Callable[[], Mapping[str, int]]  # row in shared memory of every name that was ever listed
     engine: dict[str, str]  # labels of its info
     vllm_names: bool
     state: SharedState
     hang_seconds: float
-    certificate_expires_at: float | None = None  # Unix time, of the one in use; None: no TLS
+    certificate_expires_at: float | None = None  # Unix time, for the certificate in use; None: no TLS
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "metrics"))
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _next: dict[bool, asyncio.Task[bytes]] = field(default_factory=dict)  # pages that have not begun
     _rests_until: float = 0.0
 
     async def page(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type: OpenMetrics 1.0 with exemplars if `accept` names it, else text 0.0.4.
+        """Return the page and its content type: OpenMetrics 1.0 with exemplars if `accept` names it, else text 0.0.4.
 
-        All who ask before a page begins share it. Pages are rendered one after the other: of two that overlap, the
-        later answer could hold the lower counters.
+        All scrapers that ask before a page begins share it. Pages are rendered one after the other. If two overlapped,
+        the later answer could have the lower counters.
         """
         is_open = "application/openmetrics-text" in accept
         if is_open not in self._next:
@@ -75,7 +75,7 @@ class Exposition(Collector):
         return text, openmetrics.CONTENT_TYPE_LATEST if is_open else exposition.CONTENT_TYPE_PLAIN_0_0_4
 
     async def _render(self, is_open: bool) -> bytes:
-        """Render in a thread, which then rests for as long as it took: scrapers get at most half of a CPU."""
+        """Render in a thread, then rest for as long as that took, so scrapers get at most half of a CPU."""
         generate = _open_metrics if is_open else exposition.generate_latest
         async with self._turn:
             await asyncio.sleep(max(0.0, self._rests_until - time.monotonic()))
@@ -102,7 +102,7 @@ class Exposition(Collector):
     def _processes(self) -> Iterator[Metric]:
         service, state, seen = self.service_name, self.state, []
         for name, pid in sorted(state.running().items()):
-            with contextlib.suppress(psutil.Error):  # ended since, or a zombie
+            with contextlib.suppress(psutil.Error):  # it has ended, or is a zombie
                 process = psutil.Process(pid)
                 with process.oneshot():
                     times, started, resident = process.cpu_times(), process.create_time(), process.memory_info().rss
@@ -172,7 +172,7 @@ def _open_metrics(collector: Collector) -> bytes:
 
 
 def _family(kind: type[Kind], stem: str, help: str, rows: Iterable[tuple[Any, ...]], *labels: str) -> Kind:
-    """Each row has a model_name, values of the other labels, and the series' value."""
+    """Build a family. Each row has a model_name, values of the other labels, and the value of the series."""
     family = kind(f"chargpt_{stem}", help, labels=[*metrics.LABELS, *labels])
     for *values, value in rows:
         family.add_metric(values, value)
@@ -186,7 +186,7 @@ Bucket = tuple[str, float]  # model_name, upper bound
 
 
 def _add_exemplars(families: dict[str, Metric], folder: Path) -> None:
-    """To each bucket the latest exemplar of all processes."""
+    """Add the latest exemplar of all processes to each bucket."""
     latest: dict[str, dict[Bucket, metrics.Exemplar]] = {}
     for path in folder.glob(metrics.EXEMPLARS.format("*")):
         for name, model_name, bound, *values in msgspec.json.decode(path.read_bytes()):
@@ -204,7 +204,7 @@ def _add_exemplars(families: dict[str, Metric], folder: Path) -> None:
 
 
 def _renamed(family: Metric, name: str) -> Metric:
-    """A copy under vLLM's name, labelled engine 0: the values here are sums over all engines."""
+    """Return a copy under vLLM's name, labelled engine 0, because its values are sums over all engines."""
     renamed = Metric(name, family.documentation, family.type)
     totals: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
     for sample in family.samples:
@@ -216,7 +216,7 @@ def _renamed(family: Metric, name: str) -> Metric:
             if "status" in labels:
                 labels["status"] = labels["status"][0] + "xx"
         sample = Sample(name + sample.name.removeprefix(family.name), labels, *sample[2:])
-        key = (sample.name, frozenset(labels.items()))  # of several statuses
+        key = (sample.name, frozenset(labels.items()))  # several statuses have the same key
         totals[key] = sample._replace(value=sample.value + (totals[key].value if key in totals else 0.0))
     renamed.samples = list(totals.values())
     return renamed

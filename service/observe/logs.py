@@ -1,10 +1,11 @@
-"""Logging: every record of every logger is one line on stderr, JSON for machines or short text for people.
+"""Logging: every record of every logger is one line on stderr, as JSON for machines or short text for people.
 
 Python's warnings and uncaught exceptions are log records too. A line carries the id of the request being served, or of
-the requests whose sequences it is about.
+the requests whose sequences it concerns.
 
-Nothing that clients send is logged. Messages come from this package, uvicorn or LitServe and never hold it; the text of
-an exception may, so HTTP processes log its type and traceback only. Inference processes see ids, no text.
+The log has no text from clients. Messages come from this package, uvicorn or LitServe, and never hold such text. The
+text of an exception may hold it, so HTTP processes log only its type and traceback. Inference processes see ids, no
+text.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ import msgspec
 LogFormat = Literal["auto", "json", "text"]
 
 MAX_LINE_BYTES = select.PIPE_BUF  # the longest write to a pipe that other processes' writes cannot interrupt
-MAX_WAITING = 10_000  # lines of requests, while stderr's reader takes none
-PATIENCE_SECONDS = 1.0  # for that reader, by other lines
+MAX_WAITING = 10_000  # access lines that are kept while the reader of stderr has stopped
+PATIENCE_SECONDS = 1.0  # longest wait of other lines for that reader
 
 # Fields that the text format shows in fixed places or omits.
 FIXED_FIELDS = frozenset(
@@ -53,7 +54,7 @@ def configure_logging(level: str, log_format: LogFormat) -> None:
     root.addHandler(LineHandler(json_line if is_json else text_line))
     root.setLevel(level.upper())
     adopt_litserve()
-    # Not shown, so not collected (Python's logging HOWTO, "Optimization").
+    # Not collected because not shown (Python's logging HOWTO, "Optimization").
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     logging.captureWarnings(True)
@@ -72,13 +73,13 @@ def adopt_litserve() -> None:
 
 
 def process_name() -> str:
-    """This process as the metrics name it: main, http-0, worker-0."""
+    """Return the name of this process as in the metrics: main, http-0, worker-0."""
     name = multiprocessing.current_process().name
     return "main" if name == "MainProcess" else name
 
 
 class LineHandler(logging.Handler):
-    """Writes each record with one system call, so that lines of several processes never mix.
+    """Writes each record with one system call, so lines of several processes never mix.
 
     `format_line` turns fields into a line. A record's `fields` and `request_ids` become part of it.
     """
@@ -86,12 +87,12 @@ class LineHandler(logging.Handler):
     def __init__(self, format_line: Callable[[dict[str, Any]], bytes]):
         super().__init__()
         self.format_line = format_line
-        self._is_stuck = False  # stderr's reader has stopped
+        self._is_stuck = False  # True: the reader of stderr has stopped
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             fields = self._fields(record)
-        except Exception as error:  # the arguments do not fit the message; logging's own report would print them
+        except Exception as error:  # the arguments do not fit; logging's own report would print them
             record.msg, record.args = f"cannot format {record.msg!r}", None
             record.levelname, record.exc_info = "ERROR", (type(error), error, error.__traceback__)
             fields = self._fields(record)
@@ -100,12 +101,12 @@ class LineHandler(logging.Handler):
             value, kept = fields[name], len(fields[name]) * 9 // 20
             fields[name] = value[:kept] if name == "request_ids" else f"{value[:kept]} … {value[-kept:]}"
         self._is_stuck = not _has_room(0 if self._is_stuck else PATIENCE_SECONDS)
-        if not self._is_stuck:  # a process that waited for the reader would stop too
+        if not self._is_stuck:  # waiting for the reader would stop this process too
             _write(line)
 
     def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
         message = record.getMessage()
-        if record.name == "asyncio":  # further lines show tasks with the text of their exceptions
+        if record.name == "asyncio":  # later lines show tasks with the text of their exceptions
             message = message.partition("\n")[0]
         fields: dict[str, Any] = {
             "timestamp": _timestamp(int(1000 * record.created)),
@@ -128,10 +129,10 @@ class LineHandler(logging.Handler):
 
 
 class AccessLog:
-    """Lines of requests, written several at a time: a system call for each would cost as much as a small answer.
+    """Access lines, written in batches because a system call for each costs as much as a small answer.
 
-    The owner calls `flush` every few milliseconds; a process that is killed loses the lines since the last one. No
-    request waits for stderr's reader: while that has stopped, the newest MAX_WAITING lines are kept.
+    The owner calls `flush` every few milliseconds. A killed process loses the lines since the last flush. A request
+    never waits for the reader of stderr. While the reader has stopped, the newest MAX_WAITING lines are kept.
     """
 
     def __init__(self) -> None:
@@ -144,9 +145,9 @@ class AccessLog:
     def add(
         self, level: int, method: str, route: str, status: int | None, client: str, seconds: float, id: str, *ran: Any
     ) -> None:
-        """A line of a request, if its level is shown: with its route, not the query, which may contain a prompt.
+        """Add the line of a request if its level is shown. It has the route but not the query, which may hold a prompt.
 
-        ran: of one that runs the model: the characters of prompts and completions, and the endings.
+        ran: characters of prompts and completions, and the endings, if the request ran the model.
         """
         if self._logger.isEnabledFor(level):
             line = {
@@ -159,7 +160,7 @@ class AccessLog:
             self._lines.append(line)
 
     def flush(self) -> None:
-        """Each write is of whole lines, and no longer than one that other processes' writes cannot interrupt."""
+        """Write whole lines, each time at most MAX_LINE_BYTES, which other processes cannot interrupt."""
         lines, self._lines, waiting = self._lines, [], self._waiting
         handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, LineHandler)]
         self._num_lost += max(0, len(waiting) + len(lines) - MAX_WAITING)
@@ -170,12 +171,12 @@ class AccessLog:
                 batch += waiting.popleft()
             _write(batch)
         if self._num_lost and not waiting:
-            logger.warning("lines of requests that nobody read from stderr, lost: %d", self._num_lost)
+            logger.warning("access lines lost, because nothing read stderr: %d", self._num_lost)
             self._num_lost = 0
 
 
 def _has_room(seconds: float = 0) -> bool:
-    """Whether stderr takes MAX_LINE_BYTES within a time."""
+    """True if stderr takes MAX_LINE_BYTES within `seconds`."""
     try:
         return bool(select.select([], [2], [], seconds)[1])
     except OSError:  # stderr is closed
@@ -183,7 +184,7 @@ def _has_room(seconds: float = 0) -> bool:
 
 
 def _write(data: bytes | bytearray) -> None:
-    with contextlib.suppress(OSError):  # nowhere left to report it
+    with contextlib.suppress(OSError):  # no place is left to report it
         os.write(2, data)
 
 
@@ -197,7 +198,7 @@ def json_line(fields: dict[str, Any]) -> bytes:
 
 
 def text_line(fields: dict[str, Any]) -> bytes:
-    """For a terminal: local time of day, the message, further fields, request ids."""
+    """Format a line for a terminal: local time, message, further fields, request ids."""
     clock = datetime.fromisoformat(fields["timestamp"]).astimezone().time().isoformat("milliseconds")
     line = f"{clock} {fields['level']} {fields['process']} {fields['logger']}: {fields['message']}"
     line += "".join(f" {name}={value}" for name, value in fields.items() if name not in FIXED_FIELDS)
@@ -213,7 +214,7 @@ def _encodable(text: str) -> str:
 
 
 def _traceback(error: BaseException | None, *, with_text: bool) -> str:
-    """`with_text=False` omits the text of all exceptions but the operating system's."""
+    """Format a traceback. `with_text=False` omits the text of all exceptions except OSError's."""
     if with_text:
         return "".join(traceback.format_exception(error))
     parts: list[str] = []

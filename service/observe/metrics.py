@@ -1,7 +1,7 @@
 """The metrics that a process records, with their labels and buckets.
 
-Names are vLLM's stems under `chargpt_`, in base units. prometheus-client's multiprocess mode keeps the values of all
-processes in files of one folder, so that any HTTP process can expose all of them (exposition.py). The folder is
+Names are vLLM's stems with the prefix `chargpt_`, in base units. prometheus-client's multiprocess mode keeps the values
+of all processes in files of one folder, so any HTTP process can expose all of them (exposition.py). The folder is
 PROMETHEUS_MULTIPROC_DIR, which must be set before this module is imported.
 """
 
@@ -32,17 +32,17 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 RATIOS = tuple(i / 10 for i in range(1, 11))
 
-# Bytes of prometheus-client's files of one process, by kind; more than all series take if names are short: those of the
-# service, and those of each model.
+# Bytes of prometheus-client's files of one process by kind, for the series of the service and of each model. All series
+# fit if names are short.
 FILES = {"counter": 1 << 19, "histogram": 1 << 21, "gauge_livesum": 1 << 14}
 MODEL_FILES = {"counter": 1 << 13, "histogram": 3 << 16, "gauge_livesum": 1 << 12}
-SPARE_MODELS = 8  # that may come while the service runs
-MAX_EXEMPLAR_CHARACTERS = 128 - len("request_id")  # OpenMetrics 1.0: of all label names and values together
-EXEMPLARS = "exemplars_{}.json"  # file of a process, beside those
+SPARE_MODELS = 8  # models that may be added while the service runs
+MAX_EXEMPLAR_CHARACTERS = 128 - len("request_id")  # OpenMetrics 1.0 limits all label names and values together
+EXEMPLARS = "exemplars_{}.json"  # a process's file in the same folder
 
 logger = logging.getLogger(__name__)
 
-EXEMPLAR_SECONDS = 1.0  # between two writes of the exemplars' file, and after a failed one
+EXEMPLAR_SECONDS = 1.0  # between two writes of the exemplars' file
 EXEMPLAR_PAUSE_SECONDS = 600.0
 
 LABELS = ["model_name"]
@@ -59,7 +59,7 @@ class Exemplar(NamedTuple):
     timestamp: float  # Unix time
 
 
-# Each of these buffers what it is told until its flush: a write to the shared file costs ten times as much.
+# Each class buffers observations until its flush, because a write to the shared file costs ten times as much.
 
 
 class Histogram:
@@ -75,7 +75,7 @@ class Histogram:
         self.exemplars: dict[float, Exemplar] = {}  # by upper bound of the bucket
 
     def observe(self, amount: float, count: int = 1, request_id: str | None = None) -> None:
-        """Record `count` observations of the same amount; `request_id`, if short, becomes the bucket's exemplar."""
+        """Record `count` observations of the same amount. A short `request_id` becomes the bucket's exemplar."""
         self._observed.append((amount, count, request_id))
 
     def flush(self) -> None:
@@ -87,7 +87,7 @@ class Histogram:
     def observe_all(
         self, amounts: Sequence[float], request_ids: Sequence[str | None], counts: Sequence[int] | None = None
     ) -> None:
-        """Record them at once, each `counts` times or once; each belongs to a request, or None."""
+        """Record many observations, each `counts` times or once. Each has a request id or None."""
         bounds = self._bounds
         buckets = list(map(bisect_left, repeat(bounds), amounts))
         total, increases = sum(amounts), Occurrences(buckets)
@@ -98,7 +98,7 @@ class Histogram:
         self._child._sum.inc(total)
         for bucket, count in increases.items():
             self._child._buckets[bucket].inc(count)
-        now, left = time.time(), set(increases)  # buckets whose latest observation is looked for
+        now, left = time.time(), set(increases)  # buckets that still need their latest observation
         for bucket, request_id, amount in zip(reversed(buckets), reversed(request_ids), reversed(amounts), strict=True):
             if bucket in left:
                 left.remove(bucket)
@@ -109,7 +109,7 @@ class Histogram:
 
 
 class Records:
-    """Observations that come together, one of each histogram. `add` takes (request id, amount, …)."""
+    """Groups of observations with one for each histogram. `add` takes (request id, amount, …)."""
 
     def __init__(self, *histograms: Histogram):
         self._histograms = histograms
@@ -145,7 +145,7 @@ class Gauge(Counter):
     FAMILY = prometheus_client.Gauge
     OPTIONS: ClassVar[dict[str, Any]] = {"multiprocess_mode": "livesum"}
 
-    source: Callable[[], float] | None = None  # of its value, at each flush
+    source: Callable[[], float] | None = None  # gives the value at each flush
 
     def set(self, value: float) -> None:
         self._value = value
@@ -160,10 +160,10 @@ Kind = TypeVar("Kind", Histogram, Counter, Gauge)
 
 
 class _Series:
-    """The series of one `model_name`: of a served model, or of the service as a whole.
+    """The series of one `model_name`: a served model, or the whole service.
 
-    Annotations of a class declare those without further labels: kind, help, and the buckets of a histogram, which is
-    one of seconds without them.
+    Annotations of a class declare the series without further labels: kind, help, and the buckets of a histogram. A
+    histogram without buckets has seconds.
     """
 
     def __init__(self, owner: Metrics, model_name: str):
@@ -181,7 +181,7 @@ class _Series:
     def _labelled(
         self, kind: type[Kind], name: str, help: str, *labels: str, known: Iterable[str] = (), **options: Any
     ) -> Callable[..., Kind]:
-        """The series by values of the labels; `known` ones start at 0, as a rate misses the first event of others."""
+        """Return the series by label values. `known` ones start at 0: a rate misses the first event of others."""
         owner, family = self._owner, self._owner.family(kind, name, help, labels, options)
 
         @functools.cache
@@ -193,12 +193,12 @@ class _Series:
         return series
 
     def request_rejected(self, reason: str, count: int = 1) -> None:
-        """Of sequences; or of a request before it was known which model it is for."""
+        """Count rejected sequences, or a request that was rejected before its model was known."""
         self._admission_rejections(reason).inc(count)
 
 
 class ModelMetrics(_Series):
-    """Of one served model."""
+    """The metrics of one served model."""
 
     # Recorded by HTTP processes. A sequence is one prompt with its completion; a request may have several.
     time_to_first_token: Annotated[Histogram, "Time from request arrival to the first character written"]
@@ -251,8 +251,8 @@ class ModelMetrics(_Series):
         def records(*histograms: Histogram) -> Records:
             return owner.buffered(Records(*histograms))
 
-        # Of each sequence: once a first character was written or it has ended; of one with characters; at its end;
-        # at the end of one with several characters.
+        # Recorded for each sequence: `scheduled` when the first character was written or it has ended, `begun` if it
+        # has characters, `ended` at its end, `paced` at its end if it has several characters.
         self.scheduled = records(self.request_queue_time, self.request_prefill_time)
         self.begun = records(self.time_to_first_token, self.request_first_decode_time)
         self.ended = records(self.e2e_request_latency, self.request_decode_time, self.request_inference_time)
@@ -271,11 +271,11 @@ Buffered = TypeVar("Buffered", Histogram, Counter, Gauge, Records)
 
 
 class Metrics(_Series):
-    """All metrics of one process: those of the service as a whole, and with `of` those of each model.
+    """All metrics of one process: the metrics of the whole service and, through `of`, the metrics of each model.
 
-    service_name: their model_name.
-    registry: holds the declarations; exposition.py reads the values of all processes from the shared files.
-    process: named as in SharedState.
+    service_name: model_name of the service's metrics.
+    registry: holds the declarations. exposition.py reads the values of all processes from the shared files.
+    process: name as in SharedState.
 
     The owner calls `flush` every FLUSH_SECONDS.
     """
@@ -289,8 +289,8 @@ class Metrics(_Series):
 
     def __init__(self, service_name: str, registry: CollectorRegistry, process: str):
         self._registry, self._process = registry, process
-        # Files are named after the process, so that one that replaces a dead one goes on where that ended.
-        if values.ValueClass is not values.MutexValue:  # which keeps values in this process, in tests
+        # Files are named after the process, so a replacement continues the counts of a dead process.
+        if values.ValueClass is not values.MutexValue:  # MutexValue keeps values in this process, for tests
             values.ValueClass = values.MultiProcessValue(lambda: process)
         self._families: dict[str, Any] = {}
         self._buffered: list[Histogram | Counter | Gauge | Records] = []
@@ -316,7 +316,7 @@ class Metrics(_Series):
     def family(
         self, kind: type[Kind], stem: str, help: str, labels: Iterable[str], options: dict[str, Any] | None = None
     ) -> Any:
-        """prometheus-client's, declared at its first use."""
+        """Return prometheus-client's family, declared at its first use."""
         name = f"chargpt_{stem}"
         if name not in self._families:
             options = kind.OPTIONS | (options or {})
@@ -329,7 +329,7 @@ class Metrics(_Series):
 
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
         count, durations = self._series_of(handler, method if method in METHODS else "other", status)
-        count(1)  # at once: not lost if this process is killed
+        count(1)  # at once, so that it is not lost if this process is killed
         durations.add((None, seconds))
 
     def _series_of_route(self, handler: str, method: str, status: int) -> tuple[Callable[[float], None], Records]:
@@ -337,7 +337,7 @@ class Metrics(_Series):
         return requests._value.inc, self._durations_of(handler, method)
 
     def flush(self) -> None:
-        """Write buffered observations to the shared files, and now and then the exemplars to one of their own."""
+        """Write buffered observations to the shared files, and exemplars to their own file now and then."""
         for metric in self._buffered:
             metric.flush()
         if (now := time.monotonic()) >= self._exemplars_at:
@@ -354,20 +354,20 @@ class Metrics(_Series):
             try:
                 path.with_suffix(".new").write_bytes(msgspec.json.encode(exemplars))
                 path.with_suffix(".new").replace(path)
-            except OSError as error:  # a full disk; values have their space already
+            except OSError as error:  # a full disk; the space of values is reserved
                 self._exemplars_at = now + EXEMPLAR_PAUSE_SECONDS
                 logger.error("%s: exemplars cannot be written: %s", path, error.strerror)
 
 
 def current_folder() -> Path:
-    """The run's own, under the name by which prometheus-client finds its files."""
+    """Return the run's own folder, from the variable that prometheus-client reads."""
     return Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
 
 
 def allocate_files(processes: Iterable[str], model_names: Collection[str]) -> None:
-    """Take the disk space of all processes' files. They are mapped: on a full disk, the first write would be SIGBUS.
+    """Reserve the disk space of all processes' files. They are mapped, so a write to a full disk would be SIGBUS.
 
-    model_names: of the service and the models. There is room for SPARE_MODELS more; beyond them, files grow.
+    model_names: names of the service and of the models. SPARE_MODELS more fit; beyond them, files grow.
 
     Raises OSError: the disk is full.
     """
@@ -381,7 +381,7 @@ def allocate_files(processes: Iterable[str], model_names: Collection[str]) -> No
 
 
 def forget_process(process: str) -> None:
-    """Empty a dead process's files of gauges, which keep their disk space; its counters and histograms stay."""
+    """Empty a dead process's files of gauges. They keep their disk space. Counters and histograms stay."""
     for kind in FILES:
         if kind.startswith("gauge"):
             with open(current_folder() / f"{kind}_{process}.db", "r+b") as file:

@@ -509,6 +509,22 @@ def test_abort_frees_the_slot_at_once_without_affecting_others(make, exact):
     assert not engine.has_work
 
 
+@on_any
+def test_the_last_delta_counts_what_ran_and_was_not_emitted(make, exact):
+    engine, stopping = make(1, clock=CLOCKS["slow"]()), Submit(3, [1], 10, SamplingParams(seed=3))
+    stopping.stop = (tuple(text_of(exact, stopping)[5:7]),)
+    for id in (1, 2):
+        engine.submit(Submit(id, [0] * 100, 5, SamplingParams(), logprobs=0, score_from=1))
+    engine.step()
+    num_run = engine.stats.num_prefill_tokens  # of the first prompt; the second one waits
+    engine.abort(1)
+    engine.abort(2)
+    assert {delta.id: delta.num_unseen for delta in engine.step()} == {1: num_run, 2: 0} and 0 < num_run < 100
+    engine.submit(stopping)
+    deltas = [delta for _ in range(20) for delta in engine.step()]
+    assert (deltas[-1].finish_reason, deltas[-1].num_unseen) == ("stop", 2)
+
+
 def test_timeouts_end_running_and_waiting_sequences(make):
     now = 0.0
     engine = make(1, clock=lambda: now)

@@ -27,6 +27,7 @@ def sequence(id, prompt=3, max_tokens=5, **options):
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.text("abc", max_size=30))
 @example(["b", "ab"], "ab")  # the longest of those that end together, wherever it stands
 @example(["ab", "b"], "ab")
+@example(["aab"], "aaab")  # it begins again within itself
 def test_matcher_finds_the_first_stop_and_holds_the_longest_prefix(stops, text):
     matcher = StopMatcher(tuple(tuple(map(ord, s)) for s in stops))
     for end in range(1, len(text) + 1):
@@ -147,6 +148,18 @@ def test_sequences_keep_their_slots_under_random_events(seed):
     for s in list(scheduler):
         scheduler.finish(s.id, "abort")
     assert (scheduler.num_waiting, scheduler.num_running, len(scheduler.queue._clients)) == (0, 0, 0)
+
+
+def test_sequences_with_a_guide_are_counted_while_they_decode():
+    scheduler, pattern = Scheduler(3, 9, CONFIG), compile_regex("a*", "abcdefghi").pack()
+    for id, options in enumerate(({}, {"constraint": pattern}, {"constraint": pattern, "constrains_first": True})):
+        scheduler.add(sequence(id, **options))
+    assert scheduler.num_guided == 0
+    run(scheduler, scheduler.schedule(0.0, 99))
+    assert scheduler.num_guided == 1
+    for id in range(3):
+        scheduler.finish(id, "abort")
+    assert scheduler.num_guided == 0
 
 
 def test_the_slot_that_was_unused_for_longest_goes_first():
@@ -319,6 +332,15 @@ def test_a_second_client_grows_to_its_share():
     first, second, heavy = (sum(id // 1000 == k for id in running) for k in range(3))
     assert abs(first - second) <= 2 and abs(heavy - first - second) <= 2
     assert first + second + heavy >= 16
+
+
+def test_clients_that_run_their_share_leave_the_reserve_to_others():
+    scheduler = fair(16)
+    fill(scheduler, 200, client="first")
+    fill(scheduler, 200, client="second", first=1000)
+    assert len(started(scheduler)) == 16 and started(scheduler) == []
+    fill(scheduler, 1, client="third", first=2000)
+    assert started(scheduler) == [2000]
 
 
 def test_without_fair_queueing_all_clients_share_one_queue():

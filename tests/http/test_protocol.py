@@ -189,6 +189,8 @@ def test_http_1_0_gets_no_chunks(server):
     *lines, last = events.strip().split(b"\n\n")
     assert len(lines) > 3 and all(line.startswith(b"data: {") for line in lines)
     assert last == b"data: [DONE]"
+    with sent(server.port, b"GET /livez HTTP/1.0\r\nConnection: keep-alive\r\n\r\n") as connection:
+        assert b"\r\nconnection: close\r\n" in connection.recv(1 << 16).lower()
 
 
 def test_pipelined_versions_are_told_apart(server):
@@ -318,7 +320,9 @@ def test_a_flood_beyond_the_limit_of_open_files_passes(checkpoint):
     with limited(256, checkpoint, *flags) as server, contextlib.ExitStack() as stack:
         server.wait_until_ready()
         wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 200)
-        assert "at most 128 per HTTP process instead of 10000, as the limit of open files is 256" in server.output()
+        assert (
+            "at most 128 per HTTP process instead of 10000, because the limit of open files is 256" in server.output()
+        )
         flood = [stack.enter_context(connect(server.port, data=GET)) for _ in range(1000)]
         wait_until(lambda: status_of(server.port, "127.0.0.1")[0] == 200, 60, "a probe was not answered")
         main = psutil.Process(server.process.pid)

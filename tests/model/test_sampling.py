@@ -1,3 +1,5 @@
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
-from service.model.sampling import uniforms
+from service.model.sampling import Draws, uniforms
 from tests.sampler import History, distribution, draw, sample
 
 
@@ -141,6 +143,24 @@ def test_non_finite_rows_do_not_affect_others(value):
 @settings(max_examples=50)
 def test_a_draw_depends_on_seed_and_index_alone(seed, start, count):
     assert np.array_equal(uniforms(seed, start, count), uniforms(seed, 0, start + count)[start:])
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=10)
+def test_draws_that_are_taken_are_those_of_each_sequences_seed(seed):
+    r = random.Random(seed)
+    draws, seeds, taken = Draws(3), [0, 0, 0], [0, 0, 0]
+    for _ in range(30):
+        if r.random() < 0.3:
+            b = r.randrange(3)
+            seeds[b], taken[b] = r.getrandbits(64), 0
+            draws.start(b, seeds[b])
+        which = r.sample(range(3), r.randint(1, 3))
+        counts = [r.choice([1, 7, 600]) for _ in which]
+        found = draws.take(np.array(which), np.array(counts))
+        for b, count, row in zip(which, counts, found, strict=True):
+            assert np.array_equal(row[:count], uniforms(seeds[b], taken[b], count))
+            taken[b] += count
 
 
 def test_draws_are_uniform():

@@ -16,6 +16,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from service import installing
 from tests.helpers import ENDLESS, lasting, refusal, serving, wait_until, web
 
 MARKER = "SecretMarker"
@@ -283,4 +284,4 @@ def test_without_the_extra_the_service_runs_and_rejects_the_setting(checkpoint, 
         assert ask(server, "/generate", {"prompt": "a", "max_tokens": 1})[0].status_code == 200
     problem = refusal("--otlp-traces-endpoint=http://localhost:4318/v1/traces")
     assert "--otlp-traces-endpoint (CHARGPT_OTLP_TRACES_ENDPOINT): needs the extra tracing" in problem
-    assert "pip install -e '.[tracing]'" in problem
+    assert installing("tracing") in problem

@@ -217,74 +217,8 @@ def test_evaluate_prints_both_losses_of_any_text(checkpoint, text, tmp_path, out
     assert f"{text} is not the training text of {checkpoint}: SHA-256" in error
 
 
-# score
-
-
 def score(command_output):
     return [json.loads(line) for line in command_output.splitlines()]
-
-
-def nats_of(text):
-    ids = torch.tensor(CharTokenizer(VOCABULARY).encode(text))
-    return torch.nn.functional.cross_entropy(MODEL(ids[None, :-1])[0], ids[1:], reduction="sum").item()
-
-
-@pytest.mark.parametrize(("batch", "group"), [(1 << 14, 4096), (70, 2), (1, 1)])
-def test_score_prints_an_object_per_line(checkpoint, tmp_path, output_of, error_of, monkeypatch, batch, group):
-    """Of each line alone, or with the line breaks on both sides; at any size of batches and groups of lines."""
-    monkeypatch.setattr("training.evaluate.BATCH_CHARS", batch)
-    monkeypatch.setattr("training.score.LINES", group)
-    lines = ["The cat", "", "T", "To be, or not to be?", 1000 * "so "]  # the last in pieces
-    (tmp_path / "lines.txt").write_text("\n".join(lines))
-    command = ["score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt"]
-    alone, records = score(output_of(*command)), score(output_of(*command, "--records"))
-    for found in (alone, records):
-        assert [(r["line"], r["text"]) for r in found] == list(enumerate(lines, 1))
-    assert [r["characters"] for r in alone] == [6, 0, 0, 19, 2999]
-    assert [r["characters"] for r in records] == [8, 1, 2, 21, 3001]
-    assert [r["nats"] for r in alone[1:3]] == [0, 0] and alone[1]["perplexity"] is None
-    for record in (alone[0], *alone[3:]):
-        assert record["nats"] == pytest.approx(nats_of(record["text"]), rel=1e-5)
-        assert record["nats_per_character"] == pytest.approx(record["nats"] / record["characters"])
-    for record in records:
-        assert record["nats"] == pytest.approx(nats_of(f"\n{record['text']}\n"), rel=1e-5)
-    assert "nowhere.txt" in error_of("score", "--checkpoint", checkpoint, "--data", tmp_path / "nowhere.txt")
-    assert "required: --data" in error_of("score", "--checkpoint", checkpoint, code=2)
-
-
-def test_lines_are_scored_as_the_model_was_trained(checkpoint, tmp_path, output_of):
-    save_random(tmp_path / "of records", about={"recipe": {"records": True}})
-    (tmp_path / "lines.txt").write_text("Al\nBob\n")
-    command = ["score", "--data", tmp_path / "lines.txt", "--checkpoint"]
-    assert output_of(*command, tmp_path / "of records") == output_of(*command, checkpoint, "--records")
-    assert output_of(*command, tmp_path / "of records", "--no-records") == output_of(*command, checkpoint)
-
-
-def test_a_bad_line_is_reported_and_the_others_are_scored(checkpoint, tmp_path, output_of, capsys, monkeypatch):
-    monkeypatch.setattr("training.score.LINES", 2)  # one of them ends a group
-    (tmp_path / "lines.txt").write_bytes("good\nbäd\n".encode() + b"b\xe4d\nfine\n")
-    command = ["score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt"]
-    assert call(command) == 1
-    output, error = capsys.readouterr()
-    assert [(r["line"], r["text"]) for r in score(output)] == [(1, "good"), (4, "fine")]
-    assert error.splitlines() == [
-        "line 2: character 'ä' (U+00E4) at offset 1 is not in the vocabulary",
-        "line 3: byte 0xE4 at offset 1 is not UTF-8",
-        "error: 2 lines of 4 not scored",
-    ]
-    assert call([*command, "--unknown-characters", "drop"]) == 1
-    output, error = capsys.readouterr()
-    records = score(output)
-    assert [(r["line"], r["characters"]) for r in records] == [(1, 3), (2, 1), (4, 3)]
-    assert records[1]["text"] == "bäd" and records[1]["nats"] == pytest.approx(nats_of("bd"), rel=1e-5)
-    assert "1 unknown character dropped" in error and "error: 1 line of 4 not scored" in error
-    (tmp_path / "lines.txt").write_text("bäd\n")
-    command += ["--unknown-characters", "replace", "--replacement-character"]
-    assert score(output_of(*command, r"\n"))[0]["nats"] == pytest.approx(nats_of("b\nd"), rel=1e-5)
-    (tmp_path / "lines.txt").write_text("é\n" * 30 + "ok\n")
-    assert call(command[:5]) == 1
-    *reported, last = capsys.readouterr().err.splitlines()
-    assert len(reported) == 20 and last == "error: 30 lines of 31 not scored, the first 20 of which are named above"
 
 
 # a run's folder as a checkpoint
@@ -552,7 +486,7 @@ def test_export_refuses_unknown_formats_and_missing_packages(checkpoint, tmp_pat
     assert "invalid choice: 'pickle' (choose from" in error_of(*command, "pickle", code=2)
     monkeypatch.setitem(sys.modules, "gguf", None)
     error = error_of(*command, "gguf")
-    assert re.fullmatch(r"error: --to gguf needs the package gguf: \S+ -m pip install -e '.\[export\]'\n", error)
+    assert re.fullmatch(r"error: --to gguf needs the package gguf: \S+ -m pip install 'chargpt\[export\]'\n", error)
     assert not (tmp_path / "model").exists()
     (checkpoint / "model.safetensors").unlink()
     assert "model.safetensors: cannot be read: No such file" in error_of(*command, "gguf")

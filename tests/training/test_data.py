@@ -420,7 +420,11 @@ def test_a_batch_is_packed_without_its_padding(lengths, count):
     [
         ("ROMEO:\nWhat light?\n\nJULIET:\nAy me.\n\nROMEO:\nShe speaks.\n\nROMEO:\nO, again\n", False, "ROMEO:\n"),
         ("The sun rose.\nThe rain fell.\nAnd then\nThe wind blew.\nA calm came.\n", False, "The "),
+        ("Every morning the sun rose.\n" * 5, False, "Every morning "),
+        ("It is a truth universally acknowledged, that", False, "It is a truth "),
+        ("Antidisestablishmentarianism is a word", False, "Antidisestablish"),  # no end of a word in sight
         ("GATTACA" * 10, False, "GATTACAGATTACAGA"),
+        ("春眠不觉晓处处闻啼鸟\n" * 4 + "夜来风雨声花落知多少\n", False, "春眠不觉晓处处闻啼鸟\n"),
         ("\n\n" + "一二三四五六七八" * 3 + "\n第二行不一样了\n", False, "一二三四五六七八一二三四五六七八"),
         ("anna\nbob\ncarl\n" * 5, True, ""),
     ],

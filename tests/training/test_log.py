@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from service import installing
 from tests.helpers import call
 from tests.training.runs import crash, events, resume, start, tiny
 from training.log import read_log
@@ -51,5 +52,5 @@ def test_samples_may_have_characters_at_which_lines_are_split(tmp_path):
 def test_missing_tensorboard_is_reported_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert call(["train", "--tensorboard", "--out", tmp_path / "out"]) == 1
-    error = "error: --tensorboard needs the package tensorboard; pip install -e '.[tensorboard]'"
+    error = f"error: --tensorboard needs the package tensorboard: {installing('tensorboard')}\n"
     assert error in capsys.readouterr().err and not (tmp_path / "out").exists()

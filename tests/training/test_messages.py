@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from service import installing
 from tests.helpers import call
 from tests.training.runs import SHAPE, STEPS, TEXT, flags
-from training.messages import installing, resume_command
+from training.messages import resume_command
 
 SETTINGS = flags(**SHAPE, **STEPS, dtype="float32")
 
@@ -60,6 +61,7 @@ def test_resuming_is_said_as_the_run_was_started(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["chargpt"])
     command, *_ = shlex.split(resume_command(Path("other"), 1, {}))
     assert Path(shutil.which(command)).absolute().parent == Path(sys.executable).parent
+    assert resume_command(out, 2, {}).startswith("torchrun --nproc-per-node 2 --no-python chargpt train ")
 
 
 def test_a_refused_run_leaves_no_empty_folder(tmp_path, monkeypatch, capsys):
@@ -76,6 +78,6 @@ def test_a_refused_run_leaves_no_empty_folder(tmp_path, monkeypatch, capsys):
 def test_what_is_missing_is_installed_by_this_python(monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     python, *rest = shlex.split(installing("export"))
-    assert rest == ["-m", "pip", "install", "-e", ".[export]"]
+    assert rest == ["-m", "pip", "install", "chargpt[export]"]
     prefix = subprocess.check_output([python, "-c", "import sys; print(sys.prefix)"], text=True)
     assert prefix.strip() == sys.prefix

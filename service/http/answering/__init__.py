@@ -1,1 +1,1 @@
-"""How answers are written: their forms, JSON in parts, streams."""
+"""The writing of answers: their forms, JSON in parts, streams."""

@@ -1,4 +1,4 @@
-"""A lock that clients take in turn, so that many requests of one delay others no longer than one request does."""
+"""A lock that clients take in turn, so many requests of one client delay others no longer than one request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 class FairLock:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client, of those that wait
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client, for waiting clients
 
     @asynccontextmanager
     async def held(self, client: str) -> AsyncIterator[None]:

@@ -1,6 +1,6 @@
-"""The two forms of a generation's answer: as /generate has it, and as OpenAI's completions do.
+"""The two forms of a generation's answer: that of /generate, and that of OpenAI's completions.
 
-Whole answers and the events of streams. Knows nothing of how they are written.
+Both have whole answers and events of streams. This module knows nothing about how they are written.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from service.http.engine.sequences import Piece, timing_of
 from service.http.request import Request
 from service.wire import Logprobs, floats
 
-PIECE_CHARACTERS = 512  # with log-probabilities, of an event of a stream or of a part of a whole answer
+PIECE_CHARACTERS = 512  # limit of an event or of a part of a whole answer, if it has log-probabilities
 
 _encode = msgspec.json.encode
 
 
 def pieces_of(piece: Piece) -> Iterator[Piece]:
-    """A piece with log-probabilities in pieces of at most PIECE_CHARACTERS, fewer if each has many alternatives."""
+    """Split a piece with log-probabilities at PIECE_CHARACTERS, or earlier if there are many alternatives."""
     if piece.logprobs is None:
         yield piece
         return
@@ -69,7 +69,7 @@ def pieces_of(piece: Piece) -> Iterator[Piece]:
 
 
 class Form:
-    """Encodes one request's answer, as /generate has it."""
+    """Encodes one request's answer in the form of /generate."""
 
     def __init__(
         self,
@@ -82,15 +82,15 @@ class Form:
         self.request, self.model = request, encoder.model.name
         self.continuous_usage = body.stream_options.continuous_usage_stats
         self._characters = encoder.tokenizer.characters
-        # Of each id, in log-probabilities.
+        # Names of ids in log-probabilities.
         self._names = _id_names(len(self._characters)) if body.return_tokens_as_token_ids else self._characters
         self._encoder, self._seeds, self._body = encoder, seeds, body
         self.is_large = body.return_token_ids  # events with a whole prompt's ids are written one after the other
         self._prompts = prompts
-        # If asked for: of each prompt but a first character, over the whole vocabulary.
+        # If requested: over the whole vocabulary, for each prompt without its first character.
         self.prompt_logprobs: list[Logprobs] | None = None
-        self._echoed: dict[int, int] = {}  # prompt's characters that each choice lacks, if ids are reported
-        self._offsets: dict[int, int] = {}  # characters of each choice written so far, if log-probabilities are
+        self._echoed: dict[int, int] = {}  # characters of the prompt that each choice still lacks, if ids are reported
+        self._offsets: dict[int, int] = {}  # characters written of each choice, if log-probabilities are reported
 
     @property
     def receipt(self) -> Receipt:
@@ -113,13 +113,13 @@ class Form:
         return TokenLogprobs(self._tokens(piece.text), _values(piece), self._tops(piece), list(range(start, end)))
 
     def _tokens(self, text: str) -> list[str]:
-        """The names of its characters."""
+        """Return the names of its characters."""
         if not self._body.return_tokens_as_token_ids:
             return list(text)
         return [self._names[id] for id in self._encoder.tokenizer.encode(text)]
 
     def _tops(self, piece: Piece) -> list[dict[str, float] | None]:
-        """Of each character, the likeliest and itself."""
+        """Return the likeliest alternatives and the character itself, for each character."""
         assert piece.logprobs is not None
         names, scored = self._names, self._tokens(piece.text[piece.num_unscored :])
         unscored: list[dict[str, float] | None] = [None] * piece.num_unscored
@@ -129,7 +129,7 @@ class Form:
         ]
 
     def whole(self, pieces: list[Piece], receipt: Receipt) -> bytes | Iterator[bytes]:
-        """The answer of complete choices, in parts if it is large."""
+        """Return the whole answer, in parts if it is large."""
         has_more = self._body.return_token_ids or self.prompt_logprobs is not None
         if has_more or (_size(pieces[0]) if len(pieces) == 1 else sum(map(_size, pieces))) > 1:
             return filled(self.answer(HOLE, receipt), joined(map(self._parts, pieces)))
@@ -139,7 +139,7 @@ class Form:
         return _encode(self.answer(choices, receipt))
 
     def _parts(self, piece: Piece) -> Iterator[bytes]:
-        """A choice."""
+        """Yield the JSON of a choice."""
         choice: Any = self.choice(piece, HOLE, None if piece.logprobs is None else HOLE)
         parts: list[Iterable[bytes]] = [text_parts(piece.text)]
         if piece.logprobs is not None:
@@ -167,7 +167,7 @@ class Form:
         return self._prompts[piece.number // self._body.n]
 
     def _prompt_rows(self, prompt: list[int], logprobs: Logprobs) -> Iterator[dict[str, PromptLogprob] | None]:
-        """As vLLM's `prompt_logprobs`: of each character, itself and the likeliest."""
+        """Yield the rows of vLLM's `prompt_logprobs`: each character itself and the likeliest ones."""
         unscored, count = len(prompt) - len(logprobs), self._body.prompt_logprobs or 0
         yield from [None] * unscored
         for i, own in enumerate(prompt[unscored:]):
@@ -180,7 +180,7 @@ class Form:
             }
 
     def _add_ids(self, choice: Any, piece: Piece) -> None:
-        """To an event: the ids of its text, and in a choice's first one those of the prompt."""
+        """Add the ids of its text to an event, and the ids of the prompt to a choice's first event."""
         prompt = self._prompt_of(piece)
         if piece.number not in self._echoed:
             choice.prompt_token_ids = prompt
@@ -189,18 +189,18 @@ class Form:
         self._echoed[piece.number] = max(0, echoed - len(piece.text))
 
     def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
-        """The whole answer."""
+        """Return the whole answer."""
         return GenerateAnswer(self.request.id, self.model, choices, self.usage, receipt)
 
     def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
-        """A complete choice."""
+        """Return a complete choice."""
         reason = piece.finish_reason
         return GenerateChoice(
             piece.number, text, reason, piece.seed, UNSET if logprobs is None else logprobs, _is_exact(piece)
         )
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
-        """The JSON of a piece; `is_last`: of the pieces that are written together."""
+        """Return the JSON of a piece. is_last: it is the last piece of those written together."""
         usage = self.usage if self.continuous_usage else UNSET
         logprobs = UNSET if piece.logprobs is None else self.logprobs(piece)
         event = GenerateEvent(
@@ -211,12 +211,12 @@ class Form:
         return _encode(event)
 
     def end(self) -> bytes:
-        """The JSON of the event after the last piece; empty: none."""
+        """Return the JSON of the event after the last piece; empty: there is none."""
         return _encode(GenerateEnd(self.request.id, self.model, self.usage, self.receipt))
 
 
 class CompletionForm(Form):
-    """As /v1/completions and OpenAI's API have it."""
+    """Encodes one request's answer in the form of /v1/completions and OpenAI's API."""
 
     def __init__(self, request: Request, *arguments: Any):
         super().__init__(request, *arguments)
@@ -251,7 +251,7 @@ class CompletionForm(Form):
 
 @functools.lru_cache(maxsize=8)
 def _id_names(count: int) -> list[str]:
-    """As vLLM names ids."""
+    """Return vLLM's names of ids."""
     return [f"token_id:{id}" for id in range(count)]
 
 
@@ -260,14 +260,14 @@ def _is_exact(piece: Piece) -> bool | UnsetType:
 
 
 def _values(piece: Piece) -> list[float | None]:
-    """The log-probability of each character."""
+    """Return the log-probability of each character."""
     assert piece.logprobs is not None
     unscored: list[float | None] = [None] * piece.num_unscored
     return unscored + [round(value, 7) for value in floats(piece.logprobs.values)]
 
 
 def _size(piece: Piece) -> float:
-    """Of a choice's JSON, as a share of what is encoded at a time."""
+    """Return the size of a choice's JSON relative to the part that is encoded at a time."""
     if piece.logprobs is None:
         return len(piece.text) / MAX_CHARACTERS
     return len(piece.text) * (1 + piece.logprobs.num_alternatives) / MAX_NUMBERS

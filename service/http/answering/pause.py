@@ -1,4 +1,4 @@
-"""Pauses in long work of the event loop. Knows nothing of requests."""
+"""Pauses in long work on the event loop. It knows nothing about requests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from collections import deque
 from weakref import WeakKeyDictionary
 
-BUSY_SECONDS = 0.004  # before a pause; another request may need several turns of the loop
+BUSY_SECONDS = 0.004  # work before a pause; another request may need several turns of the loop
 
 
 class Pause:
-    """Lets the event loop run what waits, in long work such as encoding a large answer.
+    """Lets the event loop run other tasks during long work, such as encoding a large answer.
 
-    Of all such work in progress one goes on in a turn of the loop: a hundred would otherwise take a hundred times
-    BUSY_SECONDS in each.
+    One piece of long work continues in each turn of the loop. Otherwise a hundred would take a hundred times
+    BUSY_SECONDS in each turn.
     """
 
     __slots__ = ("_since",)
@@ -24,7 +24,7 @@ class Pause:
         self._since = time.monotonic()
 
     async def if_due(self) -> None:
-        """If the last pause was BUSY_SECONDS ago."""
+        """Pause if the last pause was BUSY_SECONDS ago."""
         if time.monotonic() - self._since >= BUSY_SECONDS:
             loop = asyncio.get_running_loop()
             line, turn = self._lines.setdefault(loop, deque()), loop.create_future()
@@ -38,7 +38,7 @@ class Pause:
     def _next(cls, loop: asyncio.AbstractEventLoop) -> None:
         line = cls._lines[loop]
         turn = line.popleft()
-        if not turn.done():  # cancelled
+        if not turn.done():  # it was cancelled
             turn.set_result(None)
         if line:
             loop.call_soon(cls._next, loop)

@@ -1,6 +1,6 @@
-"""How an answer is written while its sequences run: whole, or as server-sent events.
+"""The writing of an answer while its sequences run: whole, or as server-sent events.
 
-Knows nothing of sockets, or of what a request means.
+This module knows nothing about sockets or the meaning of a request.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from service.http.engine.sequences import Generation, Piece
 from service.http.request import JSON, NO_STORE, Request, header_lines
 
 DONE = b"data: [DONE]\n\n"
-# A comment, without the blank line of an event: openai-go before 3.43 ends a stream at an empty event.
+# A comment without the blank line of an event, because openai-go before 3.43 ends a stream at an empty event.
 KEEP_ALIVE = b": keep-alive\n"
 EVENT_STREAM = (
     b"content-type: text/event-stream; charset=utf-8\r\n%b"
-    b"x-accel-buffering: no\r\n" % NO_STORE  # nginx gathers events otherwise
+    b"x-accel-buffering: no\r\n" % NO_STORE  # otherwise nginx collects events
 )
 
 CHUNK_BYTES = 1 << 16  # written at a time
-MAX_HEADER_SEEDS = 128  # more might be a longer header than proxies and clients take
+MAX_HEADER_SEEDS = 128  # more may exceed the header size of proxies and clients
 MAX_WHOLE_BYTES = 1 << 18  # an answer of at most this size has a Content-Length, a larger one is sent in chunks
 
-Pieces = Generation | Coroutine[Any, Any, list[Piece]]  # a coroutine: of which nothing can be written before the end
+Pieces = Generation | Coroutine[Any, Any, list[Piece]]  # a coroutine: nothing can be written before its end
 
 
 async def write_whole(request: Request, pieces: Pieces, form: Form) -> None:
@@ -45,12 +45,12 @@ async def write_whole(request: Request, pieces: Pieces, form: Form) -> None:
 
 
 def event(json: bytes) -> bytes:
-    """A server-sent event, one line for every client."""
+    """Return a server-sent event as one line for every client."""
     return b"data: %b\n\n" % (json if json.isascii() else escape_breaks(json))
 
 
 async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes = DONE) -> None:
-    """Server-sent events, closed by `done`; the first piece, or its failure, decides the status."""
+    """Write server-sent events, closed by `done`. The first piece, or its failure, decides the status."""
 
     def begin() -> None:
         if request.written_at is None:
@@ -62,7 +62,7 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         request.put(KEEP_ALIVE)
 
     def write(some: list[Piece]) -> Coroutine[Any, Any, None] | None:
-        if form.is_large or (some and some[0].logprobs is not None):  # as all of a request have, or none
+        if form.is_large or (some and some[0].logprobs is not None):  # either all pieces of a request have them or none
             return write_slowly(some)
         data = b""
         for piece in some:
@@ -109,9 +109,9 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
 
 
 async def send_json(request: Request, parts: Iterable[bytes], headers: bytes = b"") -> None:
-    """A whole answer with status 200, until the client is gone.
+    """Write a whole answer with status 200, until the client leaves.
 
-    A small one has its length; a large one is encoded while it is written, a chunk at a time.
+    A small answer has a Content-Length. A large one is encoded while it is written, in chunks.
     """
     headers = JSON + headers
     has_begun, body, pause = False, bytearray(), Pause()
@@ -133,9 +133,9 @@ async def send_json(request: Request, parts: Iterable[bytes], headers: bytes = b
 
 
 def receipt_headers(receipt: Receipt, total_seconds: float | None) -> bytes:
-    """Times in milliseconds, under text-generation-inference's names.
+    """Return times in milliseconds under the names of text-generation-inference.
 
-    Times of the end only with `total_seconds`: the headers of a stream go out before it.
+    The times of the end need `total_seconds`, because the headers of a stream go out before.
     """
     timing = receipt.timing
     headers = _model_headers(receipt.checkpoint_sha256, receipt.backend, receipt.dtype)

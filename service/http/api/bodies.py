@@ -147,8 +147,8 @@ class ModelRequest(Body):
     timeout_seconds: float | None = _field(None, 30, gt=0, le=86_400)
     """time limit for waiting and running together; the server's own limit applies if it is lower"""
     cache_salt: str | None = _field(None, "user-7", min_length=1, max_length=1000)
-    """a prompt's beginning is copied only from requests of the same client with the same salt, so that no time tells
-    one user of a client what another asks; the text stays the same"""
+    """a prompt's beginning is copied only from requests with the same API key and the same salt, so that no time tells
+    one user what another asks; the text stays the same"""
     strict: bool | None = _field(None, True)
     """refuse the request if it has unknown fields; otherwise they are ignored, and named in the header
     X-Ignored-Fields. Default: the server's setting"""
@@ -198,8 +198,9 @@ class GenerationRequest(ModelRequest):
     n: int = _field(1, 2, ge=1, le=MAX_SEQUENCES)
     """answers per prompt; the server limits prompts × n"""
     best_of: int | None = _field(None, 4, ge=1, le=MAX_SEQUENCES)
-    """sample this many per prompt and return the `n` with the highest mean log-probability (empty texts last), or with
-    `suffix` those after which it is likeliest; the server limits prompts × best_of. Default: n; with `suffix`, 8"""
+    """sample this many per prompt and return the `n` with the highest mean log-probability (empty texts, then repeated
+    ones last), or with `suffix` those after which it is likeliest; the server limits prompts × best_of. Default: n;
+    with `suffix`, 8"""
     seed: Seed | Annotated[List[Seed], Field(max_length=MAX_SEQUENCES)] | None = _field(None, 1)
     """the same seed gives the same text; a list has one per prompt. Answer j of a prompt uses seed + j. Default:
     random, reported in the answer"""
@@ -230,7 +231,8 @@ class GenerationRequest(ModelRequest):
     """keep the stop at the end of the text"""
     regex: Pattern | None = _field(None, "[A-Z][a-z]+( [A-Z][a-z]+)?")
     """the whole answer matches this regular expression: literals, classes, groups, alternation and repetition. Once the
-    text matches, it ends as soon as the model samples a character that would break the match"""
+    text matches, it ends as soon as the model samples a character that would break the match; a record ends with its
+    own end"""
     choice: Annotated[List[ChoiceString], Field(min_length=1, max_length=MAX_CHOICES)] | None = _field(
         None, ["yes", "no"]
     )

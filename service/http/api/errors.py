@@ -62,14 +62,14 @@ class ApiError(Exception):
 
 
 class RefusedRequest(Exception):
-    """What the connection refuses before any route: the answer, and the reason as metrics name it."""
+    """A refusal of the connection before any route, with the answer and the reason in metrics."""
 
     def __init__(self, error: ApiError, reason: str):
         self.error, self.reason = error, reason
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
-    """What is wrong with a field of the request."""
+    """Return the error for an invalid field of the request."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 

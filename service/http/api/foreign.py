@@ -1,4 +1,4 @@
-"""Fields that a body has and this service has not: ignored by name, refused by name, or likely to be a typo."""
+"""Unknown fields of a body: ignored by name, refused by name, or likely to be a typo."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from service.http.api.errors import ApiError, invalid, shortened
 
 MAX_UNKNOWN_FIELDS = 16
-MAX_UNKNOWN_BYTES = 1 << 17  # of a large body, that are not the values of known fields
-# Of an unknown field: printable ASCII that can stand in a header's list.
+MAX_UNKNOWN_BYTES = 1 << 17  # limit of a large body's bytes outside known fields
+# Name of an unknown field: printable ASCII that fits in a header's list.
 FIELD_NAME = re.compile(r"[!#-+\--\[\]-~]{1,64}")
 
-# Fields of OpenAI's and vLLM's completions that change no text: never taken for typos.
+# Fields of OpenAI's and vLLM's completions that change no text. They are never treated as typos.
 FOREIGN_FIELDS = frozenset(
     (
         # OpenAI
@@ -26,7 +26,7 @@ FOREIGN_FIELDS = frozenset(
         "skip_special_tokens", "spaces_between_special_tokens", "vllm_xargs",
     )
 )  # fmt: skip
-# Fields of other APIs that would change a generation's answer -> what to do. Refused, unless a value changes nothing.
+# Fields of other APIs that would change the answer -> advice. They are refused unless the value changes nothing.
 REFUSED_FIELDS: dict[str, str] = {
     name: remedy
     for names, remedy in {
@@ -56,7 +56,7 @@ _NEUTRAL: dict[str, Any] = {
     "do_sample": True, "detokenize": True, "length_penalty": 1, "num_beams": 1, "num_beam_groups": 1,
     "response_format": {"type": "text"}, "truncation_side": "left", "encoder_repetition_penalty": 1,
 }  # fmt: skip
-# What other APIs call a field: refused, unless the field itself is given too.
+# Names of a field in other APIs. They are refused unless the field itself is given too.
 OTHER_NAMES = {
     "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
     "n_predict": "max_tokens", "num_predict": "max_tokens", "max_gen_toks": "max_tokens",
@@ -111,7 +111,7 @@ def check_unknown(path: str, unknown: list[str], known: tuple[str, ...], given: 
 
 @functools.lru_cache(maxsize=1024)
 def _meant(known: tuple[str, ...], name: str) -> list[str]:
-    """The known fields that an unknown one is likely to be meant for."""
+    """Return the known fields that the user is likely to mean."""
     if name in FOREIGN_FIELDS or name in REFUSED_FIELDS or name == "structured_outputs":
         return []
     if OTHER_NAMES.get(name) in known:

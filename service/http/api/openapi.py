@@ -64,8 +64,8 @@ TAGS = {
 # status -> meaning; codes of the errors, if any
 FAILURES = {
     400: "A field is missing, invalid or out of bounds, or a text has unknown characters. Codes: `invalid_json`, "
-    "`duplicate_field`, `unknown_character`, `invalid_pattern`, `unknown_field`, `unsupported_field`, or null; `param` "
-    "names the field.",
+    "`duplicate_field`, `unknown_character`, `invalid_pattern`, `unknown_field`, `unsupported_field`, "
+    "`too_few_matches`, or null; `param` names the field.",
     401: "The API key is missing or invalid. Code: `invalid_api_key`.",
     403: "A page of another site sent this, and CORS does not allow its origin. Code: `cross_site`.",
     404: "The model is not served here. Code: `model_not_found`.",
@@ -76,12 +76,17 @@ FAILURES = {
     "`unsupported_content_encoding`.",
     429: "The queue is full or the wait would be too long, code `queue_full`; requests in progress need too much "
     "memory, `overloaded`; or beyond a limit of this client, `rate_limit`. `Retry-After` estimates when to retry.",
-    500: "The service failed; a retry may succeed. Code: `engine_error`, or null.",
+    500: "The service failed; a retry may succeed. Codes: `engine_error`, `worker_lost`, or null.",
     503: "No inference process is ready, two were lost with this request, or the server is shutting down; "
     "`Retry-After` says when to retry. Codes: `not_ready`, `worker_lost`, `shutting_down`.",
     504: "The request took longer than its `timeout_seconds` or the server's limit. Code: `timeout`.",
 }
-_ERROR_HEADERS = {429: ["Retry-After"], 503: ["Retry-After", "X-Should-Retry"], 504: ["X-Should-Retry"]}
+_ERROR_HEADERS = {
+    429: ["Retry-After"],
+    500: ["X-Should-Retry"],
+    503: ["Retry-After", "X-Should-Retry"],
+    504: ["X-Should-Retry"],
+}
 BODY = (400, 404, 408, 413, 415, 429)  # of routes with a body
 RUN = (429, 503, 504)  # of routes that run the model
 

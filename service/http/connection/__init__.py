@@ -1,1 +1,1 @@
-"""The HTTP/1.1 connection: parsing, limits, time, listening. Knows nothing of routes."""
+"""The HTTP/1.1 connection: parsing, limits, time limits and listening. It knows nothing about routes."""

@@ -1,8 +1,8 @@
-"""ASGI around the handlers, for the middlewares that a LitServe user passes in; without any, nothing here runs.
+"""ASGI around the handlers, for middlewares that a LitServe user passes in. Without them, nothing here runs.
 
-A request passes them once its head has been checked and its body is complete, so key, limits and memory are those of
-any request. The outermost middleware is called as an ASGI application. The innermost one calls `_application`, which
-runs the handler with what the middlewares have made of the request.
+A request reaches them after its head was checked and its body is complete, so key, limits and memory are the same as
+for any request. The outermost middleware is called as an ASGI application. The innermost one calls `_application`,
+which runs the handler with the request as the middlewares have changed it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from service.http.request import Request
 
 logger = logging.getLogger(__name__)
 
-MAX_UNSENT = 4  # messages of an answer that middlewares have not passed on
+MAX_UNSENT = 4  # messages of an answer that the middlewares have not passed on yet
 
 
 class Handlers(Protocol):
-    """What runs the handler of a request: the application."""
+    """Runs the handlers of requests: the application."""
 
     tasks: set[Any]
 
@@ -31,7 +31,7 @@ class Handlers(Protocol):
         """Call the handler of the request's path and method, which may have changed."""
 
     def end(self, request: Request) -> None:
-        """The request has ended, if its handler has not said so."""
+        """End the request if its handler has not."""
 
 
 class Middlewares:
@@ -70,9 +70,9 @@ class Middlewares:
 
 
 class Exchange:
-    """A request as ASGI shows it, and the responder of its handler.
+    """A request for ASGI, and the responder of its handler.
 
-    The handler's answer becomes messages, which pass the middlewares; `send` gives what comes out to the connection.
+    The handler's answer becomes messages, which pass the middlewares. `send` passes their output to the connection.
     """
 
     def __init__(self, request: Request):
@@ -84,8 +84,10 @@ class Exchange:
         request.content = bytearray()
         self._left = asyncio.Event()
         self._start: tuple[int, bytes] | None = None  # status and headers, until the answer's first part
-        self._has_begun = self.is_finished = self._is_passed_on = False  # the first two: the answer to the client
-        self._messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # of the handler; None: no more
+        self._has_begun = self.is_finished = self._is_passed_on = (
+            False  # the first two concern the answer to the client
+        )
+        self._messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # messages of the handler; None: no more
         self._sent = asyncio.Event()
         self.scope: dict[str, Any] = {
             "type": "http",
@@ -118,7 +120,7 @@ class Exchange:
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             given = [(name.lower(), value) for name, value in message.get("headers", ())]
-            own = (b"content-length", b"transfer-encoding")  # the connection's
+            own = (b"content-length", b"transfer-encoding")  # set by the connection
             self._start = message["status"], b"".join([b"%b: %b\r\n" % pair for pair in given if pair[0] not in own])
             self.request.status = message["status"]
         elif not (self._left.is_set() or self.is_finished):
@@ -138,7 +140,7 @@ class Exchange:
                 await self._connection.drain()
 
     async def pass_on(self, scope: Scope, receive: Receive) -> None:
-        """Take over what the middlewares have made of the request. Raises RuntimeError: a second time."""
+        """Take over the request as the middlewares have changed it. Raises RuntimeError: it was passed on already."""
         if self._is_passed_on:
             raise RuntimeError("a middleware has passed the same request on twice")
         self._is_passed_on = True
@@ -152,7 +154,7 @@ class Exchange:
         request.fields, request.num_body_bytes = dict(request.headers), len(request.content)
 
     def fail(self) -> None:
-        """Answer with an error, or cut off the answer that has begun."""
+        """Answer with an error, or cut off an answer that has begun."""
         if self._has_begun:
             self._connection.abort()
         elif not self._left.is_set():

@@ -1,6 +1,6 @@
-"""Limits on the connections of all HTTP processes together: how many are open, in all and per address.
+"""Limits on the open connections of all HTTP processes together, in total and per address.
 
-Knows nothing of what a connection reads or writes.
+This module knows nothing about the data of a connection.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class OpenFilesError(ValueError):
 class ConnectionLimits:
     """The open connections of one HTTP process, and the limits of all HTTP processes together and per address.
 
-    The limits leave room for probes: an address without an open connection gets one of RESERVED connections beyond
-    the limit, and loopback, from which a container's health check comes, one of RESERVED_FOR_LOOPBACK more.
+    The limits leave room for probes. An address without an open connection may get one of RESERVED connections beyond
+    the limit. Loopback, the source of a container's health check, may get one of RESERVED_FOR_LOOPBACK more.
 
     table: counts the connections; metrics: returns None until the HTTP process has started.
 
@@ -43,9 +43,9 @@ class ConnectionLimits:
 
     RESERVED = 16
     RESERVED_FOR_LOOPBACK = 4
-    LINGERING = 64  # refused connections that are kept until the client has read why
+    LINGERING = 64  # refused connections that stay open until the client has read the error
     MIN_FILES = 256
-    SPARE_FILES = 2300  # own files, the connections above, and as many as are accepted at once (uvicorn's backlog)
+    SPARE_FILES = 2300  # own files, the connections above, and the backlog of connections accepted at once
 
     def __init__(
         self, settings: Settings, table: SharedTable | None = None, metrics: Callable[[], Metrics | None] = lambda: None
@@ -59,7 +59,7 @@ class ConnectionLimits:
         self.limit = min(asked, settings.http_processes * self._own_limit)
         if self.limit < asked:
             logger.warning(
-                "--max-connections: at most %d per HTTP process instead of %d, as the limit of open files is %d",
+                "--max-connections: at most %d per HTTP process instead of %d, because the limit of open files is %d",
                 self._own_limit, asked, files,
             )  # fmt: skip
         share = settings.max_connections_per_address * self.limit // asked
@@ -70,13 +70,13 @@ class ConnectionLimits:
         self._defaults: tuple[object, bytes] = (None, b"")
 
     def admit(self, network: str) -> tuple[int, int]:
-        """Count a connection as open, until `leave` with what this returns. Raises RefusedRequest: too many are."""
+        """Count an open connection. Returns the argument of `leave`. Raises RefusedRequest: too many are open."""
         options: dict[str, Any] = {"code": "too_many_connections", "retry_after_seconds": 1}
         with self._table as table:
             now = time.monotonic()
             try:
                 rows = table.row(f"connections {network}", now), table.row("connections", now)
-            except LookupError:  # it is full
+            except LookupError:  # the table is full
                 raise RefusedRequest(ApiError(503, "the server has no connection left", **options), "limit") from None
             already, total = map(table.count, rows)
             if already >= self.limit_per_address:
@@ -93,14 +93,14 @@ class ConnectionLimits:
         return rows
 
     def leave(self, rows: tuple[int, int]) -> None:
-        """rows: of its address, and of all, in the table: names that count keep theirs."""
+        """Count a closed connection. rows: those of its address and of the total, which stay while counted."""
         self.num_open -= 1
         with self._table as table:
             for row in rows:
                 table.change(row, -1)
 
     def default_headers(self, server: ServerState) -> bytes:
-        """Those that uvicorn adds to each answer: the date, in another list each second."""
+        """Return the header lines that uvicorn adds to each answer: the date, which changes each second."""
         given = server.default_headers
         if given is not self._defaults[0]:
             self._defaults = given, b"".join([b"%b: %b\r\n" % pair for pair in given])
@@ -112,11 +112,11 @@ class ConnectionLimits:
 
 
 def raise_files_limit() -> int:
-    """Raise the limit of open files as far as this process may; returns it."""
+    """Raise the limit of open files as far as this process may, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # macOS has a lower limit of its own: OPEN_MAX
+    except (OSError, ValueError):  # macOS has its own, lower limit OPEN_MAX
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (10240, hard))
             return 10240

@@ -1,4 +1,4 @@
-"""Listening sockets: uvloop's, and one for TLS that counts connections before their handshake."""
+"""Listening sockets: uvloop's own, and one for TLS that counts connections before their handshake."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of each TLS connection, uvloop and OpenSSL keep buffers as large as what arrived at once: this bounds it.
+# uvloop and OpenSSL keep buffers as large as the data that arrived at once. This bounds them.
 RECEIVE_BYTES = 1 << 15
 
 
 class TlsServer:
     """Listens for TLS connections and admits each before its handshake, which must end within the time for headers.
 
-    Has what uvicorn uses of an asyncio.Server.
+    It has the methods of asyncio.Server that uvicorn uses.
     """
 
-    PAUSE_SECONDS = 0.5  # when the process can open no more files
+    PAUSE_SECONDS = 0.5  # pause when the process can open no more files
 
     def __init__(
         self,
@@ -39,15 +39,15 @@ class TlsServer:
         context: ssl.SSLContext,
     ):
         self._loop, self._factory, self._context = loop, factory, context
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)  # accepted ones inherit it
-        self._tasks = {loop.create_task(self._accept(listener))}  # and the handshakes
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)  # accepted sockets inherit it
+        self._tasks = {loop.create_task(self._accept(listener))}  # this one and the handshakes
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """uvicorn waits for connections itself."""
+        """Do nothing, because uvicorn waits for connections itself."""
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -60,7 +60,7 @@ class TlsServer:
             protocol = self._factory()
             try:
                 protocol.admit(address[0])
-            except RefusedRequest as refused:  # an answer is not worth a handshake
+            except RefusedRequest as refused:  # no handshake only for an error
                 protocol.limits.count_rejection(refused.reason)
                 connection.close()
                 continue
@@ -81,7 +81,7 @@ class TlsServer:
 
 
 class Loop(uvloop.Loop):
-    """uvloop with TlsServer in place of its own TLS servers, which count a connection after its handshake."""
+    """uvloop with TlsServer instead of its own TLS servers, which would count a connection after its handshake."""
 
     async def create_server(  # type: ignore[override]
         self, factory: Callable[[], Any], *arguments: Any, sock: socket.socket, ssl: ssl.SSLContext | None, backlog: int

@@ -1,6 +1,6 @@
-"""Parses the requests of a connection, one at a time: bytes to a Request, by httptools and under the limits of a head.
+"""Parses the requests of a connection, one at a time, with httptools and within the limits of a head.
 
-Knows nothing of sockets, routes or time. Section numbers without a name are those of RFC 9112.
+This module knows nothing about sockets, routes or time. Section numbers without a name are those of RFC 9112.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from service.http.api.errors import ApiError, RefusedRequest, shortened
 from service.http.request import Headers, Request
 
 MAX_HEADERS = 100
-PIECE_BYTES = 4096  # parsed at a time outside a body of known length, so that the limits are checked before much is
-BLANK_LINE = b"\r\n\r\n"  # ends each head and each chunked body: httptools accepts no other line ends
-# Section 3. httptools also takes several spaces, bare CRs before it, and RTSP and ICE as HTTP.
+PIECE_BYTES = 4096  # parsed at a time outside a body of known length, so that limits are checked early
+BLANK_LINE = b"\r\n\r\n"  # ends each head and each chunked body; httptools accepts no other line ends
+# Section 3. httptools also accepts several spaces, bare CRs before the line, and RTSP and ICE.
 LINE_BREAKS = re.compile(rb"(?:\r\n)*")  # may stand before a request line (section 2.2)
 REQUEST_LINE = re.compile(rb"[!-~]+ [^ \r\n]+ HTTP/[0-9]\.[0-9]\r\n")
 HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")  # RFC 3986, 3.2.2
@@ -31,41 +31,41 @@ def _malformed(status: int, message: str) -> RefusedRequest:
 class RequestParser:
     """Parses one request at a time.
 
-    `request` is the one whose head has come. Its owner sets it to None once it is complete, before more is fed.
+    `request` is the request whose head has arrived. Its owner sets it to None when it is complete, before more is fed.
     """
 
     def __init__(self, max_header_bytes: int, peer: str):
         self._max_header_bytes, self._peer = max_header_bytes, peer
         self.request: Request | None = None
-        self.is_begun = False  # the first byte of a head has come, and not its end
-        # The part that is limited: a head, with line breaks before it; a chunk's line; the trailers.
+        self.is_begun = False  # True from the first byte of a head to its end
+        # The limited part: a head with line breaks before it, a chunk's line, or the trailers.
         self._head_bytes = 0
         self._in_head = True
-        self._progressed = False  # such a part ended in the piece that is parsed
-        self._unread_bytes = 0  # of a body of known length
-        self._tail = b""  # the end of the piece before, in which a blank line may have begun
-        self._line = b""  # the beginning of a head, until it has a whole request line
+        self._progressed = False  # True: such a part ended in the current piece
+        self._unread_bytes = 0  # left of a body of known length
+        self._tail = b""  # the end of the last piece, in which a blank line may have begun
+        self._line = b""  # the beginning of a head, until its request line is complete
         self._has_line = False
         self._url = b""
         self._headers: Headers = []
-        # httptools takes the connection for another protocol's after a request with Upgrade, and skips its body.
-        # The upgrade is ignored (RFC 9110, 7.8): another parser, which is told of the body alone, goes on.
+        # After a request with Upgrade, httptools treats the connection as another protocol and skips the body. The
+        # upgrade is ignored (RFC 9110, 7.8), so another parser continues, which gets only the body.
         self._skips_end = self._is_resuming = False
         self._parser: Any = HttpRequestParser(self)
 
     def close(self) -> None:
-        """Let go of what holds this. Nothing may be fed afterwards."""
+        """Break reference cycles. Nothing may be fed afterwards."""
         self._parser = self.request = None
 
     @property
     def has_bytes(self) -> bool:
-        """Something has come of the next head, be it line breaks before it."""
+        """True if part of the next head has arrived, or line breaks before it."""
         return self._head_bytes > 0
 
     def feed(self, data: bytes, start: int) -> int:
-        """Parse a piece, in which at most one request ends; returns the position of its end.
+        """Parse a piece in which at most one request ends, and return the position of its end.
 
-        Raises RefusedRequest: the request is malformed or too large; the connection cannot go on.
+        Raises RefusedRequest: the request is malformed or too large, and the connection cannot continue.
         """
         end = self._piece(data, start)
         self._progressed, piece = False, data[start:end]
@@ -88,7 +88,7 @@ class RequestParser:
         return end
 
     def _piece(self, data: bytes, start: int) -> int:
-        """Where the next piece of `data` ends: with the body, or the first blank line."""
+        """Return the end of the next piece of `data`: the end of the body, or the first blank line."""
         size = len(data)
         if self._unread_bytes:
             end = min(size, start + self._unread_bytes)
@@ -157,10 +157,10 @@ class RequestParser:
         self._in_head = self.is_begun = False
         if b"transfer-encoding" in request.fields:
             _check_coding(request)
-            self._end_part()  # a chunk's line, with its extensions, comes next
+            self._end_part()  # the next part is a chunk's line with its extensions
         else:
             self._unread_bytes = int(request.fields.get(b"content-length", b"0"))
-        self._headers = []  # takes the trailers, which are dropped
+        self._headers = []  # collects the trailers, which are dropped
         self._skips_end = parser.should_upgrade()
         self.request = request
 
@@ -170,7 +170,7 @@ class RequestParser:
         assert request is not None
         request.num_body_bytes += len(body)
         if request.keeps_body:
-            request.content += body  # not kept piece by piece: a small one takes ten times its size
+            request.content += body  # one buffer, because small pieces take ten times their size
 
     def on_message_complete(self) -> None:
         if self._skips_end:
@@ -182,7 +182,7 @@ class RequestParser:
         self.request.is_complete = True
 
     def _end_part(self) -> None:
-        """A part of limited length has ended, and the next one begins."""
+        """Begin the next part of limited length."""
         self._in_head = self._progressed = True
         self._head_bytes = 0
 
@@ -198,21 +198,21 @@ class RequestParser:
 
 
 def _refusal(error: HttpParserError) -> RefusedRequest:
-    """For an error of httptools, or one that it passes on."""
+    """Return the refusal for an error of httptools, or for one that httptools passes on."""
     cause = error.__context__
     if isinstance(cause, RefusedRequest):
-        return RefusedRequest(cause.error, cause.reason)  # a new one: a frame that holds its own error is a cycle
+        return RefusedRequest(cause.error, cause.reason)  # a new one: a frame with its own error is a cycle
     reason = "invalid request target" if cause is not None else error
     return _malformed(400, f"the request is not valid HTTP: {reason}")
 
 
 def _split(target: bytes, method: str) -> tuple[str, bytes]:
-    """The path and the query."""
-    if target == b"*" and method == "OPTIONS":  # about the server as a whole (section 3.2.4)
+    """Return the path and the query."""
+    if target == b"*" and method == "OPTIONS":  # asks about the whole server (section 3.2.4)
         return "*", b""
     url = parse_url(target)
     path = (url.path or b"/").decode("ascii")
-    if not path.startswith("/"):  # such as *, of another method
+    if not path.startswith("/"):  # such as * with another method
         raise _malformed(400, "the request is not valid HTTP: invalid request target")
     return unquote(path) if "%" in path else path, url.query or b""
 
@@ -235,6 +235,6 @@ def _check_coding(request: Request) -> None:
     codings = [coding.strip(b" \t").lower() for coding in given.split(b",")]
     if request.is_old:
         raise _malformed(400, "HTTP/1.0 has no Transfer-Encoding")
-    if codings != [b"chunked"]:  # 501: the end of the body is known, but not how to decode it
+    if codings != [b"chunked"]:  # 501: the end of the body is known, but its coding is not
         status = 501 if codings[-1] == b"chunked" else 400
         raise _malformed(status, f"Transfer-Encoding must be chunked, got {shortened(given.decode('latin-1'))}")

@@ -1,11 +1,12 @@
-"""One HTTP/1.1 connection: requests one after the other, their answers, and every time limit.
+"""One HTTP/1.1 connection: its requests one after the other, their answers, and all time limits.
 
-parser.py parses; uvicorn owns the listening sockets and the loop, and this class is its protocol. What is refused here
-never reaches a route, and is answered with the body of every other error. RFC 9112 is what the section numbers mean.
+parser.py parses. uvicorn owns the listening sockets and the event loop, and this class is its protocol. A request that
+is refused here never reaches a route. Its error has the same body as every other error. Section numbers are those of
+RFC 9112.
 
-One rule bounds what a client can make the process hold or wait for: a connection begins at most one request in a turn
-of the event loop, parses for at most PARSE_SECONDS in it, and begins none until the answer before it has been written
-and read to below the high-water mark. The bytes behind it stay in the socket.
+One rule bounds the memory and the time that a client can take. A connection begins at most one request in a turn of the
+event loop, and parses for at most PARSE_SECONDS in it. It begins no request until the last answer is written and the
+write buffer is below its high-water mark. Later bytes stay in the socket.
 """
 
 from __future__ import annotations
@@ -33,15 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PARSE_SECONDS = 0.0005
-MAX_UNPARSED_BYTES = 1 << 16  # read ahead of what may be parsed, beyond which reading stops
+MAX_UNPARSED_BYTES = 1 << 16  # unparsed bytes beyond which reading stops
 LINGER_BYTES = 4 << 20
-TLS_KEPT_BYTES = (
-    1 << 16
-)  # of a body or an answer: a TLS connection, whose buffers stay as large, ends after a larger one
+TLS_KEPT_BYTES = 1 << 16  # a TLS connection ends after a larger body or answer, as its buffers would stay that large
 
 
 class Connection(asyncio.Protocol):
-    """One connection, and the responder of the request that it answers. Times are by time.monotonic()."""
+    """One connection, and the responder of its current request. Times are by time.monotonic()."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class Connection(asyncio.Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ):
         self.limits, self.app, self.settings = limits, app, limits.settings
-        app.tasks = server_state.tasks  # uvicorn cancels what still runs when the time to drain is over
+        app.tasks = server_state.tasks  # uvicorn cancels the rest when the time to drain is over
         self._server, self._idle_seconds = server_state, config.timeout_keep_alive
         self._grace_seconds = config.timeout_graceful_shutdown or 1
         self._admission: tuple[int, int] | None = None  # None: not admitted
@@ -61,29 +60,29 @@ class Connection(asyncio.Protocol):
         self.is_secure = False
         self.transport: asyncio.Transport
         self._own_deadline = time.monotonic() + self.settings.header_timeout_seconds  # while there is no request
-        self._is_first = True  # nothing was answered yet
+        self._is_first = True  # True until the first answer
         # Reading.
         self._parser: RequestParser
-        self._unparsed, self._position = b"", 0  # read, and parsed up to the position
-        self._in_line = False  # for its turn
-        self._is_paused = False  # reading
+        self._unparsed, self._position = b"", 0  # read bytes, parsed up to the position
+        self._in_line = False  # True: waits for its turn
+        self._is_paused = False  # True: reading is paused
         # Answering.
         self.current: Request | None = None
-        self._keeps_alive = True  # after the current request
-        self._has_begun = self._is_chunked = False  # the current answer
+        self._keeps_alive = True  # False: closes after the current request
+        self._has_begun = self._is_chunked = False  # state of the current answer
         self._has_body = True
-        self._begun_head = b""  # of an answer whose first part is yet to come
+        self._begun_head = b""  # head of an answer that waits for its first part
         self._drained: asyncio.Future[None] | None = None
         self.is_full = False
         # Ending.
-        self._is_ending = False  # uvicorn shuts down
+        self._is_ending = False  # True: uvicorn shuts down
         self._is_lingering = False
         self._discarded_bytes = 0
 
     # -- the connection --
 
     def admit(self, address: str) -> None:
-        """Raises RefusedRequest: there are too many connections."""
+        """Count the connection. Raises RefusedRequest: there are too many."""
         self._admission = self.limits.admit(network_of(address) or "unknown")
 
     def leave(self) -> None:
@@ -100,8 +99,8 @@ class Connection(asyncio.Protocol):
         if isinstance(peer, (tuple, list)) and len(peer) >= 2:
             self.peer = str(peer[0])
         self._parser = RequestParser(self.settings.max_header_bytes, self.peer)
-        if self._admission is None:  # otherwise TlsServer has admitted it
-            if not self.peer:  # gone already
+        if self._admission is None:  # TlsServer has admitted the others
+            if not self.peer:  # the client has left already
                 transport.abort()
                 return
             try:
@@ -122,55 +121,55 @@ class Connection(asyncio.Protocol):
         self.resume_writing()
 
     def _lose_current(self) -> None:
-        """The current request's answer reaches nobody any more."""
+        """End the current request, because nobody can receive its answer."""
         request, self.current = self.current, None
         if request is not None and not request.is_gone:
             request.left()
 
     def abort(self) -> None:
-        """Close at once, whatever the client has still to read."""
+        """Close at once, without sending the rest of the write buffer."""
         self.transport.abort()
         self._lose_current()
         self.resume_writing()
 
     def shutdown(self) -> None:
-        """uvicorn shuts down."""
+        """End the connection soon, because uvicorn shuts down."""
         self._is_ending = True
         request, soon = self.current, time.monotonic() + 0.25 * self._grace_seconds
         if request is None:
             self.transport.close()
-            self._own_deadline = soon  # until the client has read its answer
-        elif not request.is_running:  # its body is awaited
+            self._own_deadline = soon  # limit for the client to read its answer
+        elif not request.is_running:  # its body is incomplete
             request.fail(ApiError(503, "server has shut down", code="shutting_down"))
             self.app.end(request)
-        else:  # well before uvicorn cancels what still runs, on a busy machine too
+        else:  # well before uvicorn cancels the request, even on a busy machine
             request.deadline = min(request.deadline, soon)
 
     # -- time --
 
     @property
     def deadline(self) -> float:
-        """When it is to be ended, whatever it waits for: a client's bytes, a request's end, or its reading."""
+        """When the connection ends, whatever it waits for: bytes, the end of a request, or a client that reads."""
         if self.current is not None:
             return self.current.deadline
         return math.inf if self._in_line else self._own_deadline
 
     def expire(self, now: float) -> None:
-        """`deadline` has passed."""
+        """End whatever has passed `deadline`."""
         request, self._own_deadline = self.current, math.inf
         if request is not None:
             request.deadline = math.inf
         if self.transport.is_closing() or self._is_lingering:  # the client has not read its answer
             self.transport.abort()
-        elif self._is_ending:  # uvicorn cancels what still runs
-            if self.is_full:  # the client reads nothing of what it was sent
+        elif self._is_ending:  # uvicorn cancels the request
+            if self.is_full:  # the client does not read
                 self.abort()
         elif request is not None:
             self.app.expire(request)
         elif self._parser.is_begun or (self._is_first and self._parser.has_bytes):
             message = f"headers not received within {self.settings.header_timeout_seconds:g} s"
             self._refuse(RefusedRequest(ApiError(408, message, code="header_timeout"), "header_timeout"))
-        elif self._is_first:  # nothing has come
+        elif self._is_first:  # nothing has arrived
             self.limits.count_rejection("header_timeout")
             self.transport.close()
         elif self.transport.get_write_buffer_size():  # close() would wait for the client to read
@@ -193,14 +192,14 @@ class Connection(asyncio.Protocol):
 
     @property
     def _may_parse(self) -> bool:
-        """True while a request's body is awaited, or the next request may begin."""
+        """True while the current request's body is incomplete, or the next request may begin."""
         if self._is_lingering or self.transport.is_closing():
             return False
         request = self.current
         return not self.is_full if request is None else not request.is_complete
 
     def _go_on(self) -> None:
-        """Take a turn if there is something to parse; read no more while there is too much of it."""
+        """Ask for a turn if there are unparsed bytes. Pause reading while there are too many."""
         num_unparsed = len(self._unparsed) - self._position
         if num_unparsed and not self._in_line and self._may_parse:
             self._in_line = True
@@ -214,7 +213,7 @@ class Connection(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def take_turn(self) -> None:
-        """Parse what was read, until a request is complete or PARSE_SECONDS have passed, and hand it on."""
+        """Parse until a request is complete or PARSE_SECONDS have passed, and pass the request on."""
         self._in_line = False
         if not self._may_parse:
             return
@@ -238,7 +237,7 @@ class Connection(asyncio.Protocol):
         self._go_on()
 
     def _receive(self, request: Request) -> None:
-        """More of a request has come: hand it to the application."""
+        """Pass a request, or more of its body, to the application."""
         if request is not self.current:
             self.current, request.responder = request, self
             self._keeps_alive, self._has_begun = not request.closes, False
@@ -253,13 +252,15 @@ class Connection(asyncio.Protocol):
             self.app.receive(request)
 
     def _answered(self) -> None:
-        """The current answer is complete."""
+        """Go on after a complete answer."""
         request, self.current = self.current, None
         assert request is not None
         request.responder = None
         self._server.total_requests += 1
         self._is_first = False
-        self._own_deadline = time.monotonic() + self._idle_seconds  # of closing: until the client has read the answer
+        self._own_deadline = (
+            time.monotonic() + self._idle_seconds
+        )  # or, if it closes, limit for the client to read the answer
         if not request.is_complete:
             self._linger()
         elif self._is_ending or not self._keeps_alive:
@@ -270,7 +271,7 @@ class Connection(asyncio.Protocol):
     # -- answering --
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """A whole answer; `headers` lack its length."""
+        """Send a whole answer. `headers` lack the Content-Length."""
         request = self.current
         assert request is not None
         data = self._head(status, headers, len(body))
@@ -284,14 +285,14 @@ class Connection(asyncio.Protocol):
         self._answered()
 
     def begin(self, status: int, headers: bytes) -> None:
-        """An answer of unknown length; parts follow."""
+        """Begin an answer of unknown length."""
         request = self.current
         assert request is not None
         self._has_body = request.method != "HEAD" and status not in (204, 304)
         self._is_chunked = self._has_body and not request.is_old
         if request.is_old:  # section 6.1: a body of unknown length ends with the connection
             self._keeps_alive = False
-        # Goes out with the first part. The parts of a stream of events are small.
+        # It goes out with the first part. A stream of events counts as small, because its parts are.
         head = self._head(status, headers, 0 if b"text/event-stream" in headers else math.inf)
         self._begun_head = head + (b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
 
@@ -325,7 +326,7 @@ class Connection(asyncio.Protocol):
         return _status_line(status) + self.limits.default_headers(self._server) + headers
 
     async def drain(self) -> None:
-        """Return once the client has read most of what was written, or has left."""
+        """Return when the write buffer is below its high-water mark or the client has left."""
         if self.is_full and not self.transport.is_closing():
             self._drained = asyncio.get_running_loop().create_future()
             try:
@@ -343,16 +344,16 @@ class Connection(asyncio.Protocol):
         self._go_on()
 
     def client_left(self) -> None:
-        """It has told the request so itself."""
+        """Do nothing, because the connection itself has told the request."""
 
     # -- refusing --
 
     def _refuse(self, refused: RefusedRequest) -> None:
-        """Answer with an error, and close: nothing that follows can be told apart."""
+        """Answer with an error and close, because the beginning of the next request is unknown."""
         error, has_begun = refused.error, self.current is not None and self._has_begun
         self.limits.count_rejection(refused.reason)
         logger.debug("refused: %s", error.message)
-        self._lose_current()  # whose body is malformed
+        self._lose_current()  # its body is malformed
         if has_begun:
             self.transport.abort()
             return
@@ -362,7 +363,7 @@ class Connection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close after LINGER_SECONDS: closing while data arrives would send a reset, and the client lose the answer."""
+        """Close after LINGER_SECONDS. Closing while data arrives would send a reset and lose the answer."""
         self._own_deadline = time.monotonic() + LINGER_SECONDS
         self._unparsed, self._position = b"", 0
         if self.is_secure or self.limits.num_lingering >= self.limits.LINGERING:
@@ -371,7 +372,7 @@ class Connection(asyncio.Protocol):
         self.limits.num_lingering += 1
         self._is_lingering = True
         self.transport.write_eof()
-        self._go_on()  # reading
+        self._go_on()  # resumes reading
 
 
 def _status_line(status: int) -> bytes:

@@ -1,6 +1,6 @@
-"""Turns of the event loop, which connections share, and the sweep that ends what takes too long.
+"""Turns of the event loop, which connections share, and the sweep that applies time limits.
 
-Knows nothing of what a connection reads or writes.
+This module knows nothing about the data of a connection.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-TURNS_SECONDS = 0.002  # for which connections take their turns before the event loop looks at sockets again
+TURNS_SECONDS = 0.002  # time for turns of connections before the event loop checks sockets again
 
 
 class Waiting(Protocol):
-    """What takes turns: a connection."""
+    """A connection that takes turns."""
 
     transport: asyncio.Transport
 
@@ -27,29 +27,29 @@ class Waiting(Protocol):
 
 
 class Timed(Protocol):
-    """What the sweep looks at: a connection."""
+    """A connection that the sweep checks."""
 
     transport: asyncio.Transport
 
     @property
     def deadline(self) -> float:
-        """When `expire` is due, by time.monotonic()."""
+        """The time at which `expire` is due, by time.monotonic()."""
 
     def expire(self, now: float) -> None:
-        """End what has taken too long, or set a later deadline."""
+        """End the connection or its request, or set a later deadline."""
 
 
 class Turns:
-    """Lets connections parse in the order in which they asked to, each one request at a time.
+    """Lets connections parse in the order of their calls of `add`, one request each.
 
-    Whoever has sent 100,000 requests at once goes on behind everybody else after each of them.
+    A connection with 100,000 requests goes to the end of the line after each of them.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque()
 
     def add(self, connection: Waiting) -> None:
-        """Let it take a turn soon."""
+        """Give a connection a turn soon."""
         self._waiting.append(connection)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._take)
@@ -60,10 +60,10 @@ class Turns:
             connection = self._waiting[0]
             try:
                 connection.take_turn()
-            except Exception:  # of this connection alone
+            except Exception:  # concerns only this connection
                 logger.exception("a request could not be begun")
                 connection.transport.abort()
-            self._waiting.popleft()  # now, so that `add` in between schedules no second call
+            self._waiting.popleft()  # here, so that `add` does not schedule a second call meanwhile
             if not self._waiting:
                 return
             if time.monotonic() >= until:
@@ -72,10 +72,10 @@ class Turns:
 
 
 def sweep(connections: Iterable[Timed], now: float) -> None:
-    """End what has taken too long; to be called ten times a second or more."""
+    """Expire connections past their deadlines. Call this at least ten times a second."""
     for connection in [it for it in connections if it.deadline < now]:
         try:
             connection.expire(now)
-        except Exception:  # of this connection alone: all others depend on this sweep too
+        except Exception:  # concerns only this connection: all others depend on this sweep
             logger.exception("a time limit could not be applied")
             connection.transport.abort()

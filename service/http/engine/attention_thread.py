@@ -1,4 +1,4 @@
-"""The thread that computes attention weights, beside the engine, with the weights of one model at a time."""
+"""The thread that computes attention weights beside the engine, with one model's weights at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.http.api.errors import ApiError, invalid
 from service.http.engine.model import Model
 from service.model.attention import LayerAttention, logits_of
 
-MAX_WAITING = 8  # texts that wait for the thread, or run in it
+MAX_WAITING = 8  # texts that wait for the thread or run in it
 
 Found = list[tuple[int, int, LayerAttention]]  # layer, head, its scores and weights (T, T)
 
@@ -24,14 +24,14 @@ class AttentionThread:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "attention")  # starts its thread with the first text
-        # By model id, of the last model asked for; None: attention.py computes another model.
+        # Weights of the last requested model by its id; None: attention.py cannot compute this model.
         self._weights: dict[int, dict[str, np.ndarray] | None] = {}
         self._places = threading.BoundedSemaphore(MAX_WAITING)
 
     def submit(self, call: Callable[[], Found]) -> asyncio.Future[Found]:
-        """Cancelling the future takes a text that has not begun out of the queue.
+        """Queue a text. Cancelling the future removes it from the queue if it has not begun.
 
-        Raises ApiError: 429, too many wait.
+        Raises ApiError: 429, too many texts wait.
         """
         if not self._places.acquire(blocking=False):
             message = f"{MAX_WAITING} texts already wait for their attention weights: retry later"
@@ -41,12 +41,12 @@ class AttentionThread:
         return asyncio.wrap_future(future)
 
     def weights(self, model: Model) -> dict[str, np.ndarray]:
-        """Within the thread.
+        """Return the weights of a model. Called in the thread.
 
         Raises ApiError: 400, the model was trained with a changed gpt.py.
         """
         if model.id not in self._weights:
-            self._weights.clear()  # before the next is read
+            self._weights.clear()  # before the next model is read
             found = model.checkpoint.load_weights()
             forward = functools.partial(logits_of, found, model.checkpoint.config)
             self._weights[model.id] = found if model.checkpoint.is_computed_by(forward) else None

@@ -1,6 +1,6 @@
-"""The HTTP process's side of the engine: sends sequences to workers, and what comes back to their Generation.
+"""The HTTP process's side of the engine: sends sequences to workers, and passes results to their Generation.
 
-Knows nothing of routes, and writes nothing.
+This module knows nothing about routes, and writes nothing to clients.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from service.words import plural
 
 logger = logging.getLogger(__name__)
 
-LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without news is given up
-CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
-MAX_RUNS = 2  # of a sequence, if workers are lost: it may be what ends them
-REFUSING_SECONDS = 0.25  # after a worker refused a client's sequence, for which others of it are refused at once
-REPLACING_SECONDS = 2.0  # after a worker was lost, for which new requests wait for another before they are refused
+LATE_SECONDS = 5.0  # grace period after the deadline of a sequence without news
+CONNECT_SECONDS = 5.0  # longest wait of a starting HTTP process for a first worker
+MAX_RUNS = 2  # runs of a sequence whose workers are lost: it may be the cause
+REFUSING_SECONDS = 0.25  # time after a refusal during which the client's other sequences are refused at once
+REPLACING_SECONDS = 2.0  # time after a lost worker during which new requests wait for another one
 
 
 def _queue_full(refused: Refused) -> ApiError:
@@ -46,7 +46,7 @@ def _not_ready() -> ApiError:
 
 @dataclass
 class Full:
-    """A worker has refused a client's sequence: it has no room for more than have ended since."""
+    """A worker has refused a client's sequence. It accepts only as many as have ended since."""
 
     refused: Refused
     until: float  # time.monotonic()
@@ -54,11 +54,12 @@ class Full:
 
 
 class EngineClient:
-    """Connected to every worker; a sequence goes to the one with the fewest sequences.
+    """Connects to every worker, and sends each sequence to the worker with the fewest sequences.
 
-    hang_seconds: a worker without a heartbeat for so long is not ready; capacity: sequences that a worker accepts of a
-    client for each model, if it has no others; patience: the longest wait in a queue that workers accept. The refusal
-    of a sequence with a shorter time limit, or of one of several, says nothing about its client's other requests.
+    hang_seconds: a worker without a heartbeat for this long is not ready.
+    capacity: sequences of one client that an idle worker accepts for each model.
+    patience: the longest wait in a queue that workers accept. A refused sequence with a shorter time limit, or one of
+    several sequences, says nothing about its client's other requests.
     """
 
     def __init__(
@@ -76,19 +77,19 @@ class EngineClient:
         self._hang_seconds, self._capacity, self._patience = hang_seconds, capacity, patience
         self._full: dict[str, Full] = {}  # by client
         self.num_models = 1
-        self._lost_at = -math.inf  # when a worker was lost most recently
+        self._lost_at = -math.inf  # time of the latest loss of a worker
         self.loop = asyncio.get_running_loop()
         self._sockets = HttpSide(folder, len(state.worker_names), consumer_id, self._received)
-        # Not those of a process before this one, whose deltas may be on their way.
+        # Differs from the ids of an earlier process, whose deltas may still arrive.
         self._numbers = itertools.count(int(time.time()) << 16)
         self._running: dict[int, tuple[Generation, SequenceState]] = {}  # by sequence id
         self._turns = itertools.count()
-        self._open: dict[Generation, float] = {}  # -> when what is left of it is given up
-        self._homeless: dict[int, float] = {}  # ids of sequences that wait for a worker -> until when
+        self._open: dict[Generation, float] = {}  # -> when the rest of it is given up
+        self._homeless: dict[int, float] = {}  # ids of sequences that wait for a worker -> the end of the wait
         self._sleeping: dict[Generation, None] = {}  # streams with text that is not due yet
         self._clock: asyncio.TimerHandle | None = None  # wakes them, at `_tick_at`
         self._tick_at = math.inf
-        self._due: dict[Generation, None] = {}  # may go on, once all that has arrived was taken in
+        self._due: dict[Generation, None] = {}  # may continue when all arrived deltas are taken in
         self._is_receiving = False
 
     @property
@@ -99,10 +100,10 @@ class EngineClient:
         return self.state.is_responsive(self.state.worker_names[worker], self._hang_seconds)
 
     def refuse_if_full(self, client: str) -> None:
-        """Spare a flood's requests the way to a worker that would refuse them.
+        """Refuse requests of a flood early, without asking a worker that would refuse them.
 
-        Raises ApiError: 429, a moment ago a worker refused a sequence of this client, and fewer have ended since than
-        requests have come.
+        Raises ApiError: 429, a worker has just refused a sequence of this client, and fewer sequences have ended since
+        than requests have arrived.
         """
         full = self._full.get(client)
         if full is None or self.num_models > 1 or time.monotonic() >= full.until:
@@ -123,13 +124,14 @@ class EngineClient:
         window: int | None = None,
         is_accepted: bool = False,
     ) -> Generation:
-        """Run sequences, at most `window` of them at once; their ids are set here.
+        """Run sequences, at most `window` of them at once. Sets their ids.
 
-        echo: each prompt's text, if the answer is to begin with it; is_accepted: the request has run others before.
+        echo: the text of each prompt, if the answer begins with it.
+        is_accepted: the request has run other sequences before.
 
         Raises ApiError: 503, no worker is connected.
         """
-        # A worker that shows no life gets requests too: it goes on, as after a pause of all processes, or is replaced.
+        # A worker without a heartbeat gets requests too: it continues after a pause, or is replaced.
         is_connected = bool(self._sockets.connected_workers)
         if not is_connected and not is_accepted and not self._is_replacing(len(submits)):
             model.metrics.request_rejected("not_ready", len(submits))
@@ -144,7 +146,7 @@ class EngineClient:
         return generation
 
     def _is_replacing(self, count: int) -> bool:
-        """With no worker left, whether one was just lost, so that another may be here soon and have room."""
+        """True if no worker is left but one was just lost, so a replacement may be ready soon."""
         is_lost = time.monotonic() < self._lost_at + REPLACING_SECONDS
         return is_lost and len(self._running) + count <= self._capacity
 
@@ -168,7 +170,7 @@ class EngineClient:
         if self._homeless:
             self._homeless.pop(sequence.submit.id, None)
         if len(workers) > 1:
-            first = next(self._turns)  # of equals, each in turn
+            first = next(self._turns)  # equal workers take turns
             workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
             workers.sort(key=lambda w: (not self._is_responsive(w), self.state.load(w)))
         sequence.worker = workers[0]
@@ -181,10 +183,10 @@ class EngineClient:
         self._sockets.send(submit, sequence.worker)
 
     def sweep(self, now: float) -> None:
-        """End what has waited for too long; to be called ten times a second or more."""
+        """End sequences that have waited too long. Call this at least ten times a second."""
         for id in [id for id, until in self._homeless.items() if until <= now]:
             self._homeless.pop(id, None)
-            if id not in self._running:  # refused with the one before
+            if id not in self._running:  # it was refused with an earlier one
                 continue
             generation, sequence = self._running[id]
             if now >= generation.deadline:
@@ -197,7 +199,7 @@ class EngineClient:
             del self._full[client]
 
     def _refuse(self, id: int, reason: str, error: ApiError) -> None:
-        """A sequence was not accepted: nor are those of its request that have not begun; the others are aborted."""
+        """Refuse a sequence and the others of its request that have not begun. Abort those that have."""
         generation, _ = self._running[id]
         count = len(generation.pending)
         generation.pending.clear()
@@ -213,7 +215,7 @@ class EngineClient:
         generation.fail(error)
 
     def _leave(self, sequence: SequenceState) -> None:
-        """A sequence is no longer in its worker."""
+        """Take a sequence out of its worker's count."""
         if sequence.worker != HOMELESS:
             self.state.assign(self.consumer_id, sequence.worker, -1)
             sequence.worker = HOMELESS
@@ -221,7 +223,7 @@ class EngineClient:
     def _run_again(self, generation: Generation, sequence: SequenceState) -> None:
         """Run a sequence that lost its worker again, at most MAX_RUNS times."""
         id = sequence.submit.id
-        if id not in self._running or sequence.worker != HOMELESS:  # it has ended, or found a worker
+        if id not in self._running or sequence.worker != HOMELESS:  # it has ended, or has a worker
             return
         if sequence.is_leaving:
             self._received_delta(Delta(id, [], "abort", num_unseen=sequence.num_unseen), time.monotonic())
@@ -236,14 +238,14 @@ class EngineClient:
         self._send(generation, sequence)
 
     def _diverged(self, sequence: SequenceState) -> None:
-        """The text that arrived, and may have been sent to the client, is not the one that the new worker gave."""
+        """End a sequence whose new text differs from the text that was already sent."""
         message = "the inference process ended, and its replacement did not repeat the text"
         sequence.error = ApiError(500, message, code="worker_lost")
         self._sockets.send(Abort(sequence.submit.id), sequence.worker)
         self._received_delta(Delta(sequence.submit.id, [], "error"), time.monotonic())
 
     def _shortened(self, generation: Generation, submit: Submit) -> Submit:
-        """Without the beginning of a prompt that no needed logit depends on; a penalty needs to know what is in it."""
+        """Cut off the beginning of a prompt that no needed logit depends on. Penalties still need its ids."""
         first_needed = submit.score_from or len(submit.prompt)  # the first id whose logits are needed
         start = first_needed - generation.model.receptive_field
         if start <= 0:
@@ -256,9 +258,9 @@ class EngineClient:
         return msgspec.structs.replace(submit, prompt=submit.prompt[start:], seen=seen, score_from=score_from)
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
-        """End what still runs of a generation, and what was not submitted yet.
+        """End all sequences of a generation, submitted or not.
 
-        A draw ends when its worker reports how many characters its candidates ran, so that the client pays for them.
+        A draw ends when its worker reports how many characters its candidates ran, because these are charged.
         """
         now = time.monotonic()
         while generation.pending:
@@ -270,9 +272,9 @@ class EngineClient:
             if sequence.worker != HOMELESS:
                 if not sequence.is_leaving:
                     self._sockets.send(Abort(id), sequence.worker)
-                if not sequence.is_begun:  # it may have run: whoever left in time would not be charged otherwise
+                if not sequence.is_begun:  # it may have run, and would otherwise not be charged
                     delta.num_unseen = len(sequence.submit.prompt)
-                elif draw is not None:  # at most, until its worker reports the characters
+                elif draw is not None:  # the maximum, until its worker reports the characters
                     most = max(0, draw.max_characters - sequence.num_completion_tokens)
                     sequence.num_unseen = delta.num_unseen = most
                     if reason == "abort" and sequence.runs == 1:  # another worker may not have begun it
@@ -284,9 +286,9 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Stay connected to the workers; entered once one of them answers.
+        """Stay connected to the workers. The block begins when one of them answers.
 
-        Workers are loaded before HTTP processes start. Without one within CONNECT_SECONDS, requests are answered 503.
+        Workers are loaded before HTTP processes start. If none answers within CONNECT_SECONDS, requests get 503.
         """
         try:
             with contextlib.suppress(TimeoutError):
@@ -331,7 +333,7 @@ class EngineClient:
     def _received_ids(self, step: Step, model: Model, now: float) -> None:
         text = model.tokenizer.decode_array(np.frombuffer(step.ids, np.uint32))  # of all sequences
         total, end = 0, 0
-        # Most sequences share the time of their last characters and the number of the new ones.
+        # Most sequences have the same time of their last characters and the same number of new ones.
         gaps: dict[tuple[float, int], tuple[int, str]] = {}  # -> (characters, request id)
         for id, count in zip(step.sequences, step.counts, strict=True):
             start, end = end, end + count
@@ -351,20 +353,20 @@ class EngineClient:
             before = gaps.get(gap)
             gaps[gap] = (gap[1] if before is None else before[0] + gap[1], sequence.submit.request_id)
             generation.add(sequence, text[start:end], now)
-            if generation.is_stream and generation not in self._sleeping:  # otherwise its time is known
+            if generation.is_stream and generation not in self._sleeping:  # sleeping streams have their time already
                 generation.wake_when_due(now)
         if total:
             model.metrics.generation_tokens.inc(total)
         for (last_at, count), (characters, request_id) in gaps.items():
-            if count:  # characters that arrived together share the time since the ones before
+            if count:  # characters that arrive together share the time since the last ones
                 model.metrics.inter_token_latency.observe((now - last_at) / count, characters, request_id)
 
     def count(self, model: Model, what: str, number: int = 1) -> None:
-        """Count sequences in the memory that all processes share."""
+        """Count sequences in shared memory."""
         self.state.count(self.consumer_id, model.row, what, number)
 
     def wake(self, generation: Generation) -> None:
-        """Soon: what wakes one may be in the middle of others."""
+        """Wake a generation soon, not now, because the caller may be in the middle of others."""
         if not (self._due or self._is_receiving):
             self.loop.call_soon(self._resume)
         self._due[generation] = None
@@ -374,11 +376,11 @@ class EngineClient:
         for generation in due:
             try:
                 generation.come(now)
-            except Exception:  # of one request alone
-                logger.exception("a request could not go on")
+            except Exception:  # concerns only one request
+                logger.exception("a request could not continue")
 
     def wake_later(self, generation: Generation) -> None:
-        """Wake a stream when it is due; streams share a timer, as each timer wakes the process."""
+        """Wake a stream when it is due. Streams share a timer, because each timer wakes the process."""
         self._sleeping[generation] = None
         if generation.due_at < self._tick_at:
             self._tick_later(generation.due_at)

@@ -1,7 +1,7 @@
-"""Who a client is, and its limits.
+"""The identity of a client, and its limits.
 
-A client is the name of its API key, or without keys its address. Limits come from a file that can be read again while
-the service runs. Knows nothing of routes or of the model; a client that is idle is forgotten.
+A client is the name of its API key, or its address if there are no keys. Limits come from a file that can be read again
+while the service runs. An idle client is forgotten. This module knows nothing about routes or the model.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from service.words import plural
 
 logger = logging.getLogger(__name__)
 
-MINUTE = 60.0  # seconds; at most a minute's worth is there
+MINUTE = 60.0  # seconds; a client can save up at most a minute's allowance
 ROUNDING = 1e-6  # seconds
-BUSY_RETRY_SECONDS = 1  # when one of a client's running requests will have ended is not known
+BUSY_RETRY_SECONDS = 1  # the end of a client's running requests is unknown
 
 
 def address_of(peer: str, headers: Mapping[bytes, bytes], header: str | None) -> str:
-    """The address that a request comes from, as `network_of`; `peer` is the connection's.
+    """Return the address of a request, as `network_of` gives it. `peer` is the connection's address.
 
-    header: that which a trusted proxy sets. Its last address counts, the one that the nearest proxy added: those before
-    it are the client's own words. Without a valid one it is the peer's address.
+    header: set by a trusted proxy. Its last address counts, which the nearest proxy added. The client may have written
+    the others. Without a valid address in it, the peer's address counts.
     """
     if header is not None:
         name = header.lower().encode()
@@ -42,9 +42,9 @@ def address_of(peer: str, headers: Mapping[bytes, bytes], header: str | None) ->
 
 @functools.lru_cache(maxsize=1024)
 def network_of(text: str) -> str | None:
-    """What counts as one address: of IPv6 a /64, all of which one customer gets; None: not an address.
+    """Return what counts as one address: for IPv6 the /64, which one customer gets; None: not an address.
 
-    A port may follow, as some proxies have it: 192.0.2.7:5678, [2001:db8::1]:443.
+    A port may follow, as some proxies write it: 192.0.2.7:5678, [2001:db8::1]:443.
     """
     try:
         if text.startswith("["):
@@ -64,18 +64,18 @@ def network_of(text: str) -> str | None:
 
 
 class Charge(NamedTuple):
-    """Characters that count in a client's limit."""
+    """Characters charged to a client's limit."""
 
     characters: int
     limit: int  # per minute, at that time
-    restored_at: float  # when they have ceased to count, unused or not
+    restored_at: float  # when the charge has expired, used or not
 
 
 class ClientLimits:
     """The limits of all clients, over all HTTP processes.
 
-    Of each rate the table has the moment at which the whole minute's worth is there again: virtual scheduling, as in
-    the generic cell rate algorithm (ITU-T I.371). Taking moves it into the future.
+    For each rate, the table has the time at which the whole minute's allowance is available again. Each charge moves it
+    into the future. This is virtual scheduling, as in the generic cell rate algorithm (ITU-T I.371).
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ClientLimits:
         self._clock, self._table = clock, table or SharedTable()
 
     def reload(self) -> None:
-        """Read the file again; if it is not valid, the old limits stay and the log says why."""
+        """Read the file again. If it is invalid, the old limits stay and the log gives the reason."""
         if self._path is None:
             return
         try:
@@ -99,13 +99,13 @@ class ClientLimits:
     def _read(self, file: ClientLimitsFile) -> None:
         self._file = file
         every = [file.default, *file.clients.values()]
-        self.has_any = any(limits != Limits(weight=limits.weight) for limits in every)  # otherwise nothing is counted
+        self.has_any = any(limits != Limits(weight=limits.weight) for limits in every)  # False: nothing is counted
 
     def of(self, client: str) -> Limits:
         return self._file.clients.get(client, self._file.default)
 
     def begin(self, client: str) -> None:
-        """Count a request; `end` must follow. Raises ApiError: 429, beyond a limit; it was not counted."""
+        """Count a request. `end` must follow. Raises ApiError: 429, beyond a limit; the request is not counted."""
         limits, now = self.of(client), self._clock()
         most = limits.concurrent_requests
         with self._table:
@@ -119,14 +119,14 @@ class ClientLimits:
             self._table.change(row, 1)
 
     def end(self, client: str) -> None:
-        """A request that `begin` counted has ended."""
+        """End a request that `begin` counted."""
         with self._table:
             self._table.change(self._row(client, self._clock()), -1)
 
     def charge(self, client: str, characters: int, must_wait: bool = True) -> Charge | None:
-        """Count characters that are going to run; with must_wait=False even beyond the limit. None: there is none.
+        """Charge characters before they run, with must_wait=False even beyond the limit. Returns None without a limit.
 
-        Raises ApiError: 429, not yet within the limit, or 400, more than a whole minute's; nothing was counted.
+        Raises ApiError: 429, beyond the limit for now; 400, more than the whole minute's allowance. Nothing is charged.
         """
         limit = self.of(client).characters_per_minute
         if limit is None:
@@ -147,7 +147,7 @@ class ClientLimits:
         return Charge(characters, limit, restored_at)
 
     def give_back(self, client: str, charge: Charge, num_run: int) -> None:
-        """Return what did not run of a charge, as far as it still counts."""
+        """Give back the part of a charge that did not run, as far as it has not expired."""
         now = self._clock()
         seconds = min((charge.characters - num_run) * MINUTE / charge.limit, max(0.0, charge.restored_at - now))
         with self._table:
@@ -161,7 +161,7 @@ class ClientLimits:
             raise ApiError(429, message, code="rate_limit", retry_after_seconds=BUSY_RETRY_SECONDS) from None
 
     def _take(self, moment: int, cost: float, now: float, must_wait: bool = True) -> float:
-        """Take `cost` seconds' worth, if it is there or need not be; returns after how long it will be."""
+        """Take an allowance of `cost` seconds if it is available or must_wait is False. Returns the seconds to wait."""
         numbers = self._table.numbers
         full_at = max(numbers[moment], now) + cost
         seconds = full_at - now - MINUTE

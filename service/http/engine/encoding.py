@@ -14,12 +14,12 @@ from service.model.tokenizer import UnknownCharacterError
 from service.words import plural
 
 MAX_LISTED = 20  # unknown characters that an error names
-MAX_SHORT = 256  # characters encoded without a thought of others
+MAX_SHORT = 256  # characters encoded without a pause for other requests
 MAX_ENCODED = 1 << 14  # characters encoded or decoded at a time: about 0.5 ms, if they are known
 
 
 class Encoder:
-    """Encodes texts as the request or the settings say, and counts the unknown characters replaced or dropped."""
+    """Encodes texts by the options of request or settings, and counts unknown characters replaced or dropped."""
 
     def __init__(self, service: Service, model: Model, body: ModelRequest):
         self.service, self.model = service, model
@@ -30,23 +30,22 @@ class Encoder:
         self.replaced = self.dropped = 0
 
     async def encode(self, text: str, param: str, index: int | None = None) -> list[int]:
-        """The ids of a text: the request's field `param`, or with `index` one of several in it.
+        """Return the ids of a text: the field `param` of the request, or the item `index` in it.
 
-        Raises ApiError: 400, the text has unknown characters, and they are to be refused or their replacement is
-        unknown too.
+        Raises ApiError: 400, the text has unknown characters that are refused, or their replacement is unknown too.
         """
         ids: list[int] = []
         await self._encode(text, param, index, ids.extend)
         return ids
 
     async def count(self, text: str, param: str) -> int:
-        """How many ids `encode` would give; raises the same."""
+        """Return the number of ids that `encode` would give. Raises the same."""
         counts: list[int] = []
         await self._encode(text, param, None, lambda ids: counts.append(len(ids)))
         return sum(counts)
 
     def encode_part(self, text: str) -> list[int]:
-        """The ids of a part of a text for which `count` found nothing to refuse."""
+        """Return the ids of a part of a text that `count` has accepted."""
         try:
             return self.tokenizer.encode(text)
         except UnknownCharacterError:
@@ -54,7 +53,7 @@ class Encoder:
             return self.tokenizer.encode("".join([c if c in self.tokenizer else other for c in text]))
 
     def _unknown(self, text: str) -> tuple[int, list[tuple[int, str]]]:
-        """How many unknown characters a text has, and the first of them with their offsets."""
+        """Return the number of unknown characters in a text, and the first ones with their offsets."""
         unknown = [(i, c) for i, c in enumerate(text) if c not in self.tokenizer]
         return len(unknown), unknown[:MAX_LISTED]
 
@@ -88,7 +87,7 @@ class Encoder:
             self.replaced += num_unknown
 
     async def decode(self, ids: list[int]) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         parts, pause = [], Pause()
         for start in range(0, len(ids), MAX_ENCODED):
             await pause.if_due()
@@ -96,7 +95,7 @@ class Encoder:
         return "".join(parts)
 
     def short(self, prompts: list[Prompt]) -> list[list[int]] | None:
-        """The ids of one short text of known characters, as most requests have; None: `encode_prompts` has to look."""
+        """Return the ids of one short text of known characters, the usual case; None: use `encode_prompts`."""
         (text, *others) = prompts
         longest = min(MAX_SHORT, self.service.settings.max_prompt_characters)
         if others or not isinstance(text, str) or len(text) > longest:
@@ -107,7 +106,7 @@ class Encoder:
             return None
 
     async def encode_prompts(self, prompts: list[Prompt], is_list: bool) -> list[list[int]]:
-        """The ids of the field `prompt`, within the server's limits; `is_list`: errors give a prompt's index.
+        """Return the ids of the field `prompt`, within the server's limits. is_list: errors give the prompt's index.
 
         Raises ApiError: 400, a prompt is too long or has unknown characters or ids.
         """
@@ -120,7 +119,7 @@ class Encoder:
                 raise ApiError(400, message, param="prompt")
             if isinstance(prompt, list):
                 check_ids(self.model, prompt, "prompt", name)
-                if self.model.vocab_size > 257:  # as those of a text: equal ids are one object, in JSON each is one
+                if self.model.vocab_size > 257:  # equal ids of a text are one object; in JSON, each is its own
                     prompt = self.tokenizer.encode(self.tokenizer.decode(prompt))
                 ids.append(prompt)
             else:
@@ -149,7 +148,7 @@ def check_ids(model: Model, ids: list[int], param: str, name: str | None = None)
 
 
 def begun(model: Model, ids: list[int], param: str) -> list[int]:
-    """What the model sees of a prompt: of records, what ends one first, unless the prompt begins with it itself.
+    """Return a prompt as the model sees it. A model of records gets the end of one first, if it is not there.
 
     An empty prompt means the beginning of a document, a line break. Raises ApiError: 400, the vocabulary has none.
     """
@@ -164,7 +163,7 @@ def begun(model: Model, ids: list[int], param: str) -> list[int]:
 
 
 def unknown_characters(unknown: list[tuple[int, str]], count: int, param: str, index: int | None = None) -> ApiError:
-    """The error that names the first (offset, character) pairs of `count` with their code points."""
+    """Return the error for `count` unknown characters. It names the first ones with offsets and code points."""
     listed = [f"{c!r} (U+{ord(c):04X}) at offset {i}" for i, c in unknown[:MAX_LISTED]]
     if count == 1:
         message = f"character {listed[0]} is not in the vocabulary"

@@ -1,7 +1,7 @@
-"""What a request holds until it ends, taken and given back as one: memory, its client's share, its model.
+"""The resources of a request: memory, its client's share and its model. They are released together at its end.
 
-No answer may end a process for lack of memory, so what a request may need is estimated before it runs. Knows sizes and
-names only; limits that are not configured cost nothing.
+A lack of memory must never end a process, so the memory of a request is estimated before it runs. This module knows
+only sizes and names. Limits that are not configured cost nothing.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from service.http.engine.model import Model
     from service.observe.metrics import Metrics
 
-# Bytes of a sequence, beside its characters.
+# Bytes of a sequence, without its characters.
 SEQUENCE_BYTES = 2000
-RUNNING_BYTES = 4000  # of one that was sent
+RUNNING_BYTES = 4000  # more for a sequence that was sent
 
 # Bytes per character in the HTTP process and the inference process together.
 PROMPT_BYTES = 8  # a prompt's ids, once for all its sequences
-SENT_BYTES = 24  # what of it is sent for a sequence: the request's ids, the sequence's, and those to be run
-ECHO_BYTES = 4  # its text in an answer
+SENT_BYTES = 24  # the part sent for a sequence: ids of the request, of the sequence, and ids to run
+ECHO_BYTES = 4  # echoed text in an answer
 COMPLETION_BYTES = 24  # ids, and texts as they arrive
-LOGPROB_BYTES = 12  # of each alternative and of the character itself
+LOGPROB_BYTES = 12  # each alternative and the character itself
 MAX_CUTS = 3  # positions at which a candidate for an infill may end, besides its own end
-WIDE_ID_BYTES = 32  # an id above 256, which Python does not share
-TRIMMED_BYTES = 8 << 20  # held before memory is trimmed
-TRIM_SECONDS = 1.0  # between two times
-BIAS_BYTES = 300  # of a pair of id and bias, in a body and in both processes
+WIDE_ID_BYTES = 32  # an id above 256; Python shares the smaller ones
+TRIMMED_BYTES = 8 << 20  # memory is trimmed only after requests held more
+TRIM_SECONDS = 1.0  # between two trims
+BIAS_BYTES = 300  # a pair of id and bias, in the body and in both processes
 
 
 class Estimate(NamedTuple):
-    """Bytes that a request can hold at most, by the field that they depend on; each also depends on `n`."""
+    """The maximum bytes of a request, by the field that they depend on. Each also depends on `n`."""
 
-    prompt: int  # and what is sent beside it, once for all sequences
+    prompt: int  # with everything that is sent once for all sequences
     max_tokens: int
     logprobs: int
 
     @property
     def largest(self) -> str:
-        """The field to lower first."""
+        """The field to lower first: the one with the most bytes."""
         return max(zip(self, self._fields, strict=True))[1]
 
 
@@ -63,10 +63,12 @@ def estimate(
     num_rankings: int = 0,
     beside: int = 0,
 ) -> Estimate:
-    """What a request of these sequences can hold: sums over sequences, with the bytes above.
+    """Estimate the memory of a request with these sequences, from the bytes above.
 
-    window: how many run at once; num_rankings: candidates for an infill, each of which is cut in MAX_CUTS ways and
-    scored whole, with the suffix in its receptive field; beside: bytes that the request holds beside its sequences.
+    window: number of sequences that run at once.
+    num_rankings: candidates for an infill. Each is cut in MAX_CUTS ways and scored whole, with the suffix in its
+    receptive field.
+    beside: bytes that the request holds besides its sequences.
     """
     wide = WIDE_ID_BYTES if vocab_size > 257 else 0
     beside += SEQUENCE_BYTES * len(submits) + RUNNING_BYTES * len(submits[:window])
@@ -102,12 +104,12 @@ def estimate(
 
 
 def _num_tokens(submit: Submit) -> int:
-    """The most characters of its answers."""
+    """Return the maximum characters of its answers."""
     return submit.max_tokens * (1 if submit.draw is None else submit.draw.answers)
 
 
 def _beside(submit: Submit, id_bytes: int) -> int:
-    """Bytes of what is sent beside a prompt, which the sequences of a request share (`wire.share`)."""
+    """Return the bytes sent besides a prompt, which the sequences of a request share (`wire.share`)."""
     if not (submit.stop or submit.constraint or submit.stop_pattern or submit.sampling.logit_bias):
         return 0
     packed = sum(len(each or b"") for each in (submit.constraint, submit.minimum, submit.stop_pattern))
@@ -115,18 +117,18 @@ def _beside(submit: Submit, id_bytes: int) -> int:
 
 
 def size_of(fields: Iterable[Any], num_body_bytes: int, longest: int) -> int:
-    """Bytes of a body's fields, at most.
+    """Return the maximum bytes of a body's fields.
 
-    longest: a list of more texts or lists is refused at once, so that its items do not count.
+    longest: a list of more texts or lists is refused at once, so its items do not count.
     """
     lists = [value for value in fields if isinstance(value, list) and value]
-    # Python shares the ids up to 256; each of the others takes four bytes of a body, or more.
+    # Python shares the ids up to 256. Each larger id takes at least four bytes of the body.
     num_wide = num_body_bytes // 4 if any(isinstance(it[0], (int, list)) for it in lists) else 0
     return sum(_size(value, longest) for value in fields) + WIDE_ID_BYTES * num_wide
 
 
 def _size(value: Any, longest: int) -> int:
-    """Of a text, a number, or a list or object of such; ids take only their places in a list."""
+    """Return the bytes of a text, a number, or a list or object of these. Ids count only their places in a list."""
     items: Iterable[Any] = ()
     if isinstance(value, dict):
         items = (*value, *value.values())
@@ -136,10 +138,10 @@ def _size(value: Any, longest: int) -> int:
 
 
 class Ledger:
-    """What the leases of one HTTP process hold.
+    """The memory that the leases of one HTTP process hold.
 
-    All may hold this process's share of `max_held_bytes`, and one client half of that; but either at least as much as
-    the largest request or body allowed, which could otherwise never be admitted.
+    Together they may hold this process's share of `max_held_bytes`, and one client may hold half of that. Both limits
+    are at least the largest request or body allowed, which could otherwise never be admitted.
     """
 
     def __init__(self, settings: Settings, limits: ClientLimits, state: SharedState):
@@ -148,14 +150,14 @@ class Ledger:
         largest = max(settings.max_request_bytes, settings.max_body_bytes)
         self.max_bytes, self.max_client_bytes = max(share, largest), max(share // 2, largest)
         self.held = 0
-        self._most_held = 0  # since memory was trimmed
+        self._most_held = 0  # since the last trim
         self._trim_at = 0.0
         self.by_client: dict[str, int] = {}
-        self.process_id = 0  # these two are set once the HTTP process has started
+        self.process_id = 0  # both are set when the HTTP process has started
         self.metrics: Metrics | None = None
 
     def sweep(self, now: float) -> None:
-        """Trim memory once requests have given back most of what they held; to be called often."""
+        """Trim memory after requests have released most of theirs. Call this often."""
         self._most_held = max(self._most_held, self.held)
         if self._most_held >= TRIMMED_BYTES and self.held <= self._most_held // 8 and now >= self._trim_at:
             self._most_held, self._trim_at = self.held, now + TRIM_SECONDS
@@ -163,7 +165,7 @@ class Ledger:
 
 
 class Lease:
-    """What one request holds. `client` may change until `begin`."""
+    """The resources of one request. `client` may change until `begin`."""
 
     __slots__ = ("_ledger", "client", "cache_salt", "bytes", "model", "_is_counted", "_charge")
 
@@ -184,12 +186,12 @@ class Lease:
         self._is_counted = True
 
     def use(self, model: Model) -> None:
-        """Keep the model to the request's end, even if another takes its name; a shutdown waits for the request."""
+        """Keep the model until the request's end, even if another model takes its name. A shutdown waits for it."""
         self.model = model
         self._ledger.state.use(self._ledger.process_id, model.id, 1)
 
     def hold(self, bytes: int, num_sequences: int = 1) -> None:
-        """Hold this much memory instead. Raises ApiError: 429, it does not fit; as much as before is held."""
+        """Change the memory held to `bytes`. Raises ApiError: 429, it does not fit; nothing has changed."""
         ledger, client, difference = self._ledger, self.client, bytes - self.bytes
         if not difference:
             return
@@ -205,9 +207,9 @@ class Lease:
             del ledger.by_client[client]
 
     def take(self, bytes: int, num_characters: int, num_sequences: int = 1) -> None:
-        """All that the request needs to run: memory, and characters of its client's limit.
+        """Take what the request needs to run: memory, and characters of its client's limit.
 
-        Raises ApiError: 503, the server is shutting down; 429, it does not fit now; 400, it never does.
+        Raises ApiError: 503, the server is shutting down; 429, it does not fit now; 400, it never fits.
         """
         if self._ledger.state.is_in("draining"):
             message = "server is shutting down"
@@ -217,7 +219,7 @@ class Lease:
             self.charge(num_characters, num_sequences)
 
     def charge(self, num_characters: int, num_sequences: int = 1, must_wait: bool = True) -> None:
-        """Count characters in the client's limit; raises as ClientLimits.charge."""
+        """Charge characters to the client's limit. Raises as ClientLimits.charge."""
         try:
             new, before = self._ledger.limits.charge(self.client, num_characters, must_wait), self._charge
         except ApiError as error:
@@ -226,7 +228,7 @@ class Lease:
             self._charge = new if before is None else new._replace(characters=before.characters + new.characters)
 
     def spend(self) -> None:
-        """Give back no characters at the end: all that were charged run."""
+        """Keep the whole charge at the end, because all of its characters run."""
         self._charge = None
 
     @property
@@ -234,7 +236,7 @@ class Lease:
         return self._charge is not None
 
     def end(self, num_characters: int) -> None:
-        """Give back everything, and what was charged beyond the characters that ran."""
+        """Release everything, and give back the charge of characters that did not run."""
         ledger = self._ledger
         self.hold(0)
         if self._is_counted:
@@ -245,7 +247,7 @@ class Lease:
             ledger.state.use(ledger.process_id, self.model.id, -1)
 
     def _rejected(self, error: ApiError, num_sequences: int = 1) -> ApiError:
-        """Counts the refusal, unless it is for good."""
+        """Count a refusal that may succeed later, and return its error."""
         metrics = self._ledger.metrics if self.model is None else self.model.metrics
         if metrics is not None and error.code is not None:
             metrics.request_rejected(error.code, num_sequences)
@@ -253,7 +255,7 @@ class Lease:
 
 
 def too_much(needed: Estimate, num_sequences: int, limit: int) -> ApiError:
-    """The refusal of a request that needs more than any may."""
+    """Return the refusal of a request that exceeds the limit of memory."""
     parts = ", ".join(f"{size} for {name}" for name, size in zip(needed._fields, needed, strict=True) if size)
     message = (
         f"{needed.largest}: {plural(num_sequences, 'sequence')} may need {sum(needed)} bytes of memory ({parts}), "

@@ -1,4 +1,4 @@
-"""The models that requests choose by name, as an HTTP process knows them: all but their weights."""
+"""The models that requests choose by name. An HTTP process has everything except their weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from service.observe.metrics import ModelMetrics
 
 
 class Model:
-    """A version of a checkpoint. A request that has chosen it keeps it to its end.
+    """A version of a checkpoint. A request that has chosen it keeps it until its end.
 
-    row: of its name, in shared memory; `metrics` are set once the HTTP process has started.
+    row: row of its name in shared memory. `metrics` are set when the HTTP process has started.
     """
 
     metrics: ModelMetrics

@@ -14,19 +14,19 @@ from service.constrain.regex import RegexError, compile_choice, compile_regex, c
 from service.http.answering.fair_lock import FairLock
 from service.http.api.errors import invalid
 
-CACHE_BYTES = 32 << 20  # of each cache of a model
-ENTRY_BYTES = 500  # of an entry beside its key and its result
-MAX_CHOICE_CHARACTERS = 20_000  # of all texts of a choice together
-MAX_STOP_STATES = 256  # of stop_regex: each may cost time at each character
+CACHE_BYTES = 32 << 20  # limit of each cache of a model
+ENTRY_BYTES = 500  # of an entry, besides its key and its result
+MAX_CHOICE_CHARACTERS = 20_000  # limit of all texts of a choice together
+MAX_STOP_STATES = 256  # limit of stop_regex, because each state may cost time at each character
 
 
 Found = TypeVar("Found")
 
 
 class PatternThread:
-    """Compiles one pattern at a time, each client's in turn.
+    """Compiles one pattern at a time, with the clients in turn.
 
-    Each further thread would take the GIL from the event loop for another switch interval.
+    Each additional thread would take the GIL from the event loop for another switch interval.
     """
 
     def __init__(self) -> None:
@@ -44,9 +44,9 @@ class Compiled(NamedTuple):
 
 
 class _Cache:
-    """Results that were used last, of at most CACHE_BYTES together; an error is kept as its message.
+    """The results that were used last, at most CACHE_BYTES together. An error is kept as its message.
 
-    An exception would hold its traceback, and with it everything that its frames hold.
+    An exception would keep its traceback, and with it everything in its frames.
     """
 
     def __init__(self, thread: PatternThread) -> None:
@@ -55,10 +55,10 @@ class _Cache:
         self._bytes = 0
 
     async def find(self, client: str, key: Hashable, key_bytes: int, call: Callable[[], Any]) -> Any:
-        """What `call` returned for this key; called in the thread, at the client's turn, if that is not known."""
+        """Return the result of `call` for this key. If it is not cached, run it in the thread at the client's turn."""
         if key not in self._found:
             async with self._thread.lock.held(client):
-                if key not in self._found:  # it may have been compiled meanwhile, for another request
+                if key not in self._found:  # another request may have compiled it meanwhile
                     found = await self._thread.run(call)
                     size = ENTRY_BYTES + key_bytes + _size(found)
                     if size > CACHE_BYTES:
@@ -90,17 +90,17 @@ class PatternCompiler:
         end: str | None = None,
         without: tuple[str, ...] = (),
     ) -> Compiled:
-        """The request's field `param`, a regex, choice or bad words, over `allowed` characters (None: all).
+        """Compile the field `param`, a regex, choice or bad words, over `allowed` characters (None: all).
 
-        end: the character that ends a record, and with it a match; without: bad words, for a regex or choice.
+        end: the character that ends a record and a match; without: bad words for a regex or choice.
 
         Raises ApiError: 400, the pattern is invalid or too large.
         """
         compile = functools.partial(self._compile, param, pattern, allowed, end, without)
         length = len(pattern) if isinstance(pattern, str) else sum(map(len, pattern))
         limit = self._max_characters if isinstance(pattern, str) else MAX_CHOICE_CHARACTERS
-        if length > limit and param != "bad_words":  # of which a body may have little more
-            found = compile()  # refused for its length, and not kept
+        if length > limit and param != "bad_words":  # a body can hold little more of these
+            found = compile()  # it is refused for its length, so it is not cached
         else:
             found = await self._compiled.find(
                 client, (param, pattern, allowed, end, without), 8 * (length + sum(map(len, without))), compile
@@ -112,9 +112,9 @@ class PatternCompiler:
     async def minimum(
         self, client: str, param: str, packed: bytes, min_tokens: int, max_tokens: int, wanted: str | None = None
     ) -> bytes:
-        """The packed MinimumLength for matches of so many characters, as `wanted` calls them.
+        """Return the packed MinimumLength for matches of the given lengths. `wanted` describes them in errors.
 
-        Raises ApiError: 400, no match has an allowed length, or the pattern is too large to find out.
+        Raises ApiError: 400, no match has an allowed length, or the pattern is too large to tell.
         """
         find = functools.partial(_find_minimum, packed, min_tokens, max_tokens)
         key = (packed, min_tokens, max_tokens)
@@ -135,7 +135,7 @@ class PatternCompiler:
         end: str | None,
         without: tuple[str, ...],
     ) -> Compiled | str:
-        """The message of a RegexError if there is one."""
+        """Compile. Returns the message of a RegexError if there is one."""
         try:
             if isinstance(pattern, tuple) and param == "bad_words":
                 automaton = compile_without(pattern, self._characters, allowed=allowed, end=end)
@@ -155,7 +155,7 @@ class PatternCompiler:
         return Compiled(automaton.pack(), automaton.min_length, bool(automaton.accepting[0]))
 
     def _combined(self, automaton: Automaton, end: str | None, without: tuple[str, ...]) -> Automaton:
-        """Raises RegexError: nothing is left."""
+        """Combine two automata. Raises RegexError: nothing is left."""
         if end is not None:
             try:
                 automaton = ended(automaton, self._characters.index(end))

@@ -1,6 +1,7 @@
-"""What one request runs: its sequences, and their ids as text, as it arrives or whole.
+"""The sequences of one request, with their ids as text, either whole or as it arrives.
 
-Observes the metrics and turns failures into ApiErrors; knows nothing of routes or workers, and writes nothing.
+This module observes metrics and turns failures into ApiErrors. It knows nothing about routes or workers, and writes
+nothing to clients.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from service.wire import Answer, Delta, Draw, Drawn, FinishReason, Logprobs, Sub
 from service.words import plural
 
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
-HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
+HOMELESS = -1  # no worker: the sequence waits until one is connected
 FAILURES = frozenset({"abort", "timeout", "error"})
 
 
@@ -32,9 +33,9 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     seed: int
     text: str
     finish_reason: Any = None  # a FinishReason or None
-    logprobs: Logprobs | None = None  # of the text's characters but the first `num_unscored`, if requested
-    num_unscored: int = 0  # characters that nothing precedes: the first of an echoed prompt
-    is_exact: bool | None = None  # of a request for exact answers: whether it is one
+    logprobs: Logprobs | None = None  # of the text's characters after the first `num_unscored`, if requested
+    num_unscored: int = 0  # characters without a predecessor: the first of an echoed prompt
+    is_exact: bool | None = None  # for exact answers: True if this one is exact
 
 
 class SequenceState:
@@ -46,27 +47,27 @@ class SequenceState:
 
     def __init__(self, number: int, submit: Submit, echo: str):
         self.number, self.submit = number, submit
-        self.echo = echo  # to be emitted before the first character
-        self.new_texts: list[str] = []  # arrived, not taken yet
-        self.new_answers: list[Answer] = []  # of a draw, of which these texts consist
+        self.echo = echo  # emitted before the first character
+        self.new_texts: list[str] = []  # arrived and not taken yet
+        self.new_answers: list[Answer] = []  # of a draw: the answers in these texts
 
-    # What follows is in the class until it changes: most of it never does.
+    # Class attributes until they change, because most never do.
     worker: int = HOMELESS
     runs: int = 0
     is_begun: bool = False  # a first delta, or the ending, has come
-    is_leaving: bool = False  # of a draw: it was aborted, and its worker has yet to report what it ran
+    is_leaving: bool = False  # of a draw: True after an abort, until its worker reports the characters that ran
     checksum: int = 0  # of the text that arrived
     replay_left: int = 0  # characters of it that are yet to come again
     replay_checksum: int = 0  # of those that came again
     logprobs_replay_left: int = 0  # their log-probabilities likewise
     prompt_replay_left: int = 0  # and those of the prompt
     answers_replay_left: int = 0  # and the answers of a draw
-    drawn: Drawn | None = None  # of a draw: what it has cost
-    num_answers: int = 0  # of a draw: that arrived
-    num_unseen: int = 0  # characters that ran for it, beside a prompt that ran whole and what it was given
-    error: ApiError | None = None  # why it failed, if that is known here
+    drawn: Drawn | None = None  # of a draw: its cost so far
+    num_answers: int = 0  # of a draw: answers that arrived
+    num_unseen: int = 0  # characters that ran for it, without a complete prompt and emitted ones
+    error: ApiError | None = None  # its failure, if known here
     prompt_logprobs: Logprobs | None = None
-    num_prompt_logprobs: int = 0  # that arrived
+    num_prompt_logprobs: int = 0  # arrived
     new_logprobs: Logprobs | None = None
     num_completion_tokens: int = 0
     num_taken: int = 0
@@ -117,7 +118,7 @@ def _tried(drawn: Drawn) -> str:
 
 
 def too_few(draw: Draw, drawn: Drawn | None) -> ApiError:
-    """A draw has reached a limit before it had all answers."""
+    """Return the error of a draw that reached a limit before it had all answers."""
     assert drawn is not None
     near = f"the longest of the others kept to the condition for {plural(drawn.longest, 'character')}"
     if drawn.nearest:
@@ -133,32 +134,32 @@ Write = Callable[[list[Piece]], Awaitable[None] | None]
 
 
 class Client(Protocol):
-    """Who runs sequences, and wakes a generation when more of their text has arrived."""
+    """Runs sequences, and wakes a generation when more of their text has arrived."""
 
     def count(self, model: Model, what: str) -> None:
         """Count a sequence that has begun or ended."""
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
-        """End what still runs of it."""
+        """End all of its sequences."""
 
     def wake(self, generation: Generation) -> None:
-        """Call its `come` soon."""
+        """Call its method `come` soon."""
 
     def wake_later(self, generation: Generation) -> None:
-        """Call its `come` at `due_at`."""
+        """Call its method `come` at `due_at`."""
 
 
 class Generation:
-    """The sequences of one request, whose text `whole` or `stream` gives.
+    """The sequences of one request. `whole` or `stream` gives their text.
 
-    Pieces of a stream come at once when a sequence begins, and at the very end; in between at least `interval` seconds
+    A stream gets a piece at once when a sequence begins and at its end. Other pieces are at least `interval` seconds
     apart.
 
     Raises ApiError: from both: a sequence was refused, timed out or failed; the others are aborted.
     """
 
-    timeout_name = "its time limit"  # what it is, for an error
-    may_lack_answers = False  # a draw that finds too few answers is no failure
+    timeout_name = "its time limit"  # its name in errors
+    may_lack_answers = False  # True: a draw with too few answers is not a failure
 
     def __init__(
         self,
@@ -180,22 +181,22 @@ class Generation:
         self.pending = deque(self.sequences)  # not submitted yet
         self.open: set[int] = set()  # ids of the sequences that run
         self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
-        self.touched: dict[SequenceState, None] = {}  # with undelivered deltas, in order of arrival
+        self.touched: dict[SequenceState, None] = {}  # sequences with undelivered deltas, in order of arrival
         self._failure: Exception | None = None  # raised by `_fail`
         self._is_urgent = False
-        self.due_at = 0.0  # when the next pieces of a stream may be written, if nothing is urgent
-        self._write: Write | None = None  # of a stream that has begun
-        self._unwritten: Awaitable[None] | None = None  # before whose end nothing more may be written
-        self._waiter: asyncio.Future[None] | None = None  # of `whole` or `stream`
+        self.due_at = 0.0  # time of the next pieces of a stream, if none is urgent
+        self._write: Write | None = None  # set while a stream runs
+        self._unwritten: Awaitable[None] | None = None  # nothing more may be written before its end
+        self._waiter: asyncio.Future[None] | None = None  # awaited by `whole` or `stream`
 
     def abort(self) -> None:
-        """End whatever still runs; draws are open until their workers report what they ran."""
+        """End all sequences. Draws stay open until their workers report the characters that ran."""
         if self.open or self.pending:
             self._client.abort(self, "abort")
 
     @property
     def is_finished(self) -> bool:
-        """Every sequence has ended and everything was taken."""
+        """True when every sequence has ended and all of their text was taken."""
         return not self.open and not self.pending and not self.touched
 
     @property
@@ -207,15 +208,15 @@ class Generation:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from the request's arrival until a first character was written."""
+        """Seconds from the request's arrival to its first written character."""
         known = (it.first_token_seconds for it in self.sequences if it.first_token_seconds is not None)
         return min(known, default=None)
 
     @property
     def phases(self) -> list[tuple[str, float, float]]:
-        """Each phase with the times at which the first sequence began it and the last one ended it.
+        """The phases, each with the times at which the first sequence began it and the last one ended it.
 
-        Only of sequences whose prompts have run: of others no more is known.
+        They cover only sequences whose prompts have run.
         """
         begun = [it for it in self.sequences if it.queue_seconds is not None]
         if not begun:
@@ -233,7 +234,7 @@ class Generation:
         return timing_of([self])
 
     async def whole(self) -> list[Piece]:
-        """Each sequence's text in one piece, in order of their numbers; only if `interval` is None."""
+        """Return each sequence's text in one piece, ordered by number. Requires `interval` to be None."""
         while (self.open or self.pending) and self._failure is None:
             await self._wait()
         if self._failure is not None:
@@ -243,10 +244,10 @@ class Generation:
         return pieces
 
     async def stream(self, write: Write) -> None:
-        """Gives new text to `write` until every sequence has ended; only if there is an `interval`.
+        """Pass new text to `write` until every sequence has ended. Requires an `interval`.
 
-        `write` is called as text arrives, not in a later turn of the event loop; where it returns an awaitable, the
-        next text comes when that is done.
+        `write` is called when text arrives, not in a later turn of the event loop. If it returns an awaitable, the next
+        text follows when that is done.
         """
         self._write = write
         try:
@@ -263,14 +264,14 @@ class Generation:
                         break
                     await self._wait()
         finally:
-            self._write = None  # which may hold what holds this
+            self._write = None  # it may refer to the owner of this
         if self._failure is not None:
             await self._fail()
 
     def come(self, now: float) -> None:
-        """Go on, once the client has taken in all that arrived.
+        """Continue after the client has taken in all deltas that arrived.
 
-        now: the same for all that go on at once, so that streams are due together again.
+        now: the same for all generations that continue together, so that streams are due together again.
         """
         if self._write is not None and self._unwritten is None and self._failure is None:
             self._is_urgent = False
@@ -285,7 +286,7 @@ class Generation:
             self._waiter.set_result(None)
 
     def _take_all(self) -> list[Piece]:
-        """Everything that has arrived."""
+        """Take all text that has arrived."""
         touched, self.touched = self.touched, {}
         pieces = []
         for sequence in touched:
@@ -295,10 +296,10 @@ class Generation:
         return pieces
 
     async def _fail(self) -> None:
-        """Raise the failure. Nothing may keep it: its traceback would hold what holds it."""
+        """Raise the failure without keeping it, because its traceback would form a reference cycle."""
         self.abort()
         try:
-            while self.open:  # draws, until their workers report what they ran
+            while self.open:  # draws stay open until their workers report the characters that ran
                 await self._wait()
             self._take_all()
             assert self._failure is not None
@@ -314,7 +315,7 @@ class Generation:
             raise ApiError(503, "server has shut down", code="shutting_down") from None
 
     def wake_when_due(self, now: float) -> None:
-        """Of a stream: now, or at the tick of the client's clock that follows `due_at`."""
+        """Wake a stream now, or at the tick of the client's clock after `due_at`."""
         if not self.touched:
             return
         if self.due_at <= now + TICK_SECONDS:
@@ -333,7 +334,7 @@ class Generation:
         self.touched[sequence] = None
 
     def receive(self, sequence: SequenceState, delta: Delta, now: float) -> None:
-        """Take in a delta without ids; the client calls this, after it has updated `open` and `pending`."""
+        """Take in a delta without ids. The client calls this after it has updated `open` and `pending`."""
         if delta.logprobs is not None:
             if sequence.new_logprobs is None:
                 sequence.new_logprobs = Logprobs()
@@ -372,14 +373,14 @@ class Generation:
             self._metrics.sequence_ended(sequence.num_completion_tokens)
             self._client.count(self.model, reason)
             self.touched[sequence] = None
-        is_first = prefilled_at is not None and sequence in self.touched  # not one held back
+        is_first = prefilled_at is not None and sequence in self.touched  # not held back
         if (is_first and self.is_stream) or self._failure is not None or (not self.open and not self.pending):
             self._wake_urgently()
         elif reason is not None and self.is_stream:
             self.wake_when_due(now)
 
     def fail(self, error: ApiError) -> None:
-        """Raise this from `whole` or `stream`, which abort what still runs."""
+        """Raise this error from `whole` or `stream`, which abort the other sequences."""
         self._failure = self._failure or error
         self._wake_urgently()
 
@@ -404,18 +405,18 @@ class Generation:
         logprobs, num_unscored = None, 0
         if sequence.submit.logprobs is not None:
             logprobs, sequence.new_logprobs = sequence.new_logprobs or Logprobs(), None
-        if sequence.echo and sequence.finish_reason != "abort":  # an aborted prompt may not have all its rows
+        if sequence.echo and sequence.finish_reason != "abort":  # an aborted prompt may lack rows
             text = sequence.echo + text
             if logprobs is not None:
                 of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs or Logprobs(), None
                 of_prompt.extend(logprobs)
-                # The first character, unless one that is not shown precedes it.
+                # The first character, unless a hidden one precedes it.
                 logprobs, num_unscored = of_prompt, len(sequence.echo) - len(sequence.submit.prompt) + 1
         sequence.echo, seed = "", sequence.submit.sampling.seed
         return Piece(sequence.number, seed, text, sequence.finish_reason, logprobs, num_unscored)
 
     def _take_answers(self, sequence: SequenceState) -> list[Piece]:
-        """Of a draw: the answers that have arrived."""
+        """Take the answers of a draw that have arrived."""
         text, answers = "".join(sequence.new_texts), sequence.new_answers
         sequence.new_texts, sequence.new_answers = [], []
         assert sequence.submit.draw is not None
@@ -433,7 +434,7 @@ class Generation:
         return pieces
 
     def prompt_logprobs(self, number: int) -> Logprobs:
-        """Of a sequence's prompt from `score_from` on, once it has ended."""
+        """Return the log-probabilities of a sequence's prompt from `score_from` on, after its end."""
         return self.sequences[number].prompt_logprobs or Logprobs()
 
     def _observe(self, sequence: SequenceState, finish_reason: str | None) -> None:
@@ -454,7 +455,7 @@ class Generation:
 
 
 def timing_of(generations: list[Generation]) -> Timing:
-    """Of one generation after the other: the queue of the first, and the sums of their longest times."""
+    """Return the times of consecutive generations: the first one's queue, and the sums of the longest other times."""
     every = [it for generation in generations for it in generation.sequences]
     if len(every) == 1:
         (it,) = every
@@ -465,7 +466,7 @@ def timing_of(generations: list[Generation]) -> Timing:
             round(it.decode_seconds, 6),
             round(it.decode_seconds / count, 9) if count > 0 else None,
         )
-    later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # characters after each first one
+    later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # all characters except each first one
     return Timing(
         round(max([it.queue_seconds or 0.0 for it in generations[0].sequences]), 6),
         round(sum([max([it.prefill_seconds for it in each.sequences]) for each in generations]), 6),

@@ -1,6 +1,7 @@
 """POST /v1/attention: the attention weights of a short text, computed in a thread of this HTTP process.
 
-Beside the engine, whose kernels keep no weights: one text at a time, so that it takes at most one CPU from it.
+The kernels of the engine keep no attention weights. The thread runs beside the engine, one text at a time, so it takes
+at most one CPU.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from service.http.service import Service
 from service.model.attention import LayerAttention, attention_layers
 from service.model.checkpoint import WEIGHTS
 
-MAX_WEIGHT_BYTES = 128 << 20  # of a checkpoint's file: its weights are kept in this process, of one model at a time
+MAX_WEIGHT_BYTES = 128 << 20  # limit of a checkpoint's file, because this process keeps the weights of one model
 NUMBER_BYTES = 8
 
 
 def max_characters(model: Model) -> int:
-    """Of a text for this model; 0: its weights are too large."""
+    """Return the maximum length of a text for this model; 0: its weights are too large."""
     if model.checkpoint.files[WEIGHTS].size > MAX_WEIGHT_BYTES:
         return 0
     return min(model.checkpoint.config.block_size, MAX_ATTENTION_CHARACTERS)
@@ -60,10 +61,12 @@ async def attention(service: Service, request: Request) -> None:
     encoder = Encoder(service, model, body)
     ids = await encoder.encode(body.text, "text")
     if model.record_end is not None:
-        ids = begun(model, ids, "text")[:limit]
+        ids = begun(model, ids, "text")
+        if len(ids) > limit:
+            raise invalid("text", f"at most {limit - 1} characters after the mark that begins a record, got {limit}")
     layers = range(config.n_layer) if body.layer is None else [body.layer]
     heads = range(config.n_head) if body.head is None else [body.head]
-    # What is kept, and a layer's matrices while it is computed.
+    # The matrices that are kept, and those of a layer during its computation.
     num_matrices = len(layers) * len(heads) * (2 if body.scores else 1) + 4 * config.n_head
     needed, allowed = NUMBER_BYTES * num_matrices * len(ids) ** 2, service.settings.max_request_bytes
     if needed > allowed:
@@ -78,7 +81,7 @@ async def attention(service: Service, request: Request) -> None:
         for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):
             if request.is_gone:
                 break
-            for head in heads if layer in layers else ():  # copied, as a view would keep all heads'
+            for head in heads if layer in layers else ():  # copied, because a view would keep all heads
                 scores = of_layer.scores[head].copy() if body.scores else np.empty(0)
                 of_head = LayerAttention(scores, of_layer.weights[head].copy(), of_layer.values[head].copy())
                 found.append((layer, head, of_head))

@@ -1,6 +1,6 @@
-"""Files that are answered as they are, with an ETag, and the page at /.
+"""Static files with an ETag, and the page at /.
 
-The page is files of static/, with headers under which nothing but them runs in it. Its links are relative, so that any
+The page consists of files in static/. Its headers let the browser run only those. Its links are relative, so that any
 prefix of a proxy works.
 """
 
@@ -29,12 +29,12 @@ PAGE_HEADERS = {
     "require-trusted-types-for 'script'; trusted-types 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # asks each time, with the ETag, so that all files are of one version
+    "Cache-Control": "no-cache",  # the browser asks each time, so that all files have one version
 }
 
 
 class File:
-    """label: the path by which metrics name it, if not its own."""
+    """label: the path in metrics, if it differs from its own."""
 
     def __init__(self, content: bytes, suffix: str, headers: Mapping[str, str], label: str = ""):
         self.content, self.label = content, label
@@ -54,12 +54,12 @@ class Index(File):
     def handler(self, service: Service, request: Request) -> None:
         if request.path.endswith("/"):
             super().handler(service, request)
-        else:  # a proxy's prefix alone
+        else:  # only the prefix of a proxy
             request.respond(b"", header_lines({"Location": request.path.rpartition("/")[2] + "/"}), 307)
 
 
 def page() -> dict[str, File]:
-    """The files of the page by path: / and page/NAME."""
+    """Return the files of the page by path: / and page/NAME."""
     files: dict[str, File] = {"/": Index((STATIC / INDEX).read_bytes(), ".html", PAGE_HEADERS)}
     for file in sorted(STATIC.iterdir()):
         if file.name != INDEX:

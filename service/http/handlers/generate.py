@@ -25,7 +25,7 @@ from service.wire import Draw, Submit
 from service.words import plural
 
 _patterns = operator.attrgetter("regex", "choice", "allowed_characters", "allowed_token_ids", "bad_words", "stop_regex")
-SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
+SUFFIX_CANDIDATES = 8  # candidates per prompt, unless the request or a limit says otherwise
 EVENT_SOURCE_END = b"done"  # id of the last event, with which EventSource reconnects
 
 
@@ -63,14 +63,14 @@ async def _answer(
     query: dict[str, Any] | None = None,
     done: bytes = DONE,
 ) -> None:
-    """query: the fields, if they are not in the body."""
+    """Answer a request. query: its fields, if they are not in the body."""
     body, model = await service.read(kind, request, query)
     given = body.prompts
     is_list = given is body.prompt
     if (longest := body.truncate_prompt_tokens) is not None:
         longest = service.settings.max_prompt_characters if longest < 0 else longest
         given = [prompt[max(0, len(prompt) - longest) :] for prompt in given]
-        body.prompt = cast(Any, given if is_list else given[0])  # the rest is not kept
+        body.prompt = cast(Any, given if is_list else given[0])  # do not keep the rest
     candidates = _check_limits(service, model, body, len(given))
 
     encoder = Encoder(service, model, body)
@@ -78,7 +78,7 @@ async def _answer(
     if prompts is None:
         service.hold(request, body, sum(map(len, given)))
         prompts = await encoder.encode_prompts(given, is_list)
-        given = body.prompt = []  # not kept beside its ids
+        given = body.prompt = []  # do not keep both prompt and ids
     suffix: list[int] = []
     if body.suffix:
         service.hold(request, body, sum(map(len, prompts)) + len(body.suffix))
@@ -102,7 +102,7 @@ async def _answer(
         await _begin_records(request.client, model, body, submits)
     scoring = _prompt_scoring(model, body, submits[::candidates])
     rankings = candidates * len(prompts) if suffix else 0
-    # Of a model of records, the answer's form keeps a prompt as it was given, too.
+    # For a model of records, the form of the answer also keeps the given prompt.
     beside = 0 if model.record_end is None else PROMPT_BYTES * num_given
     service.admit(request, submits + scoring, echo=body.echo, num_rankings=rankings, beside=beside)
     echo = None
@@ -133,7 +133,7 @@ async def _answer(
 
 
 def _check_limits(service: Service, model: Model, body: GenerationRequest, count: int) -> int:
-    """Check limits of this server and its model; returns how many sequences are sampled per prompt."""
+    """Check the limits of the server and the model, and return the number of sequences per prompt."""
     settings = service.settings
     candidates = body.n if body.best_of is None else body.best_of
     if body.best_of is None and body.suffix:
@@ -158,7 +158,7 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, count
 
 
 def _draw(service: Service, client: str, body: GenerationRequest, prompts: list[list[int]]) -> Draw:
-    """What the exact answers of a prompt may cost: no more than all characters of the client's limit, either."""
+    """Return the limits of the exact answers of a prompt, at most the client's whole allowance."""
     settings, most = service.settings, service.limits.of(client).characters_per_minute
     limits = []
     for name in ("max_candidates", "max_candidate_characters"):
@@ -167,13 +167,13 @@ def _draw(service: Service, client: str, body: GenerationRequest, prompts: list[
             raise invalid(name, f"at most {limit}, got {given}")
         limits.append(body.n * (limit if given is None else given))
     if most is not None:
-        num_prompt = sum(len(prompt) + 1 for prompt in prompts)  # with what precedes a record
+        num_prompt = sum(len(prompt) + 1 for prompt in prompts)  # including what precedes a record
         limits[1] = max(body.max_tokens, min(limits[1], (most - num_prompt) // len(prompts)))
     return Draw(body.n, *limits)
 
 
 def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, candidates: int) -> Submit:
-    """What all sequences of a request have in common, but patterns."""
+    """Return what all sequences of a request have in common, except patterns."""
     tokenizer = model.tokenizer
     # A stop string with an unknown character can never appear.
     stops = [tuple(tokenizer.encode(s)) for s in body.stops if all(c in tokenizer for c in s)]
@@ -203,7 +203,7 @@ def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, 
 def _submits(
     model: Model, body: GenerationRequest, shared: Submit, prompts: list[list[int]], seeds: list[int], candidates: int
 ) -> list[Submit]:
-    """The sequences of a request: `candidates` for each prompt, with consecutive seeds."""
+    """Return the sequences of a request: `candidates` for each prompt, with consecutive seeds."""
     if model.record_end is not None and not body.ignore_eos and shared.constraint is None:
         shared.stop = (*shared.stop, (model.record_end,))
     submits: list[Submit] = []
@@ -221,7 +221,7 @@ def _submits(
 
 
 def _prompt_scoring(model: Model, body: GenerationRequest, submits: list[Submit]) -> list[Submit]:
-    """What scores prompts alone, over the whole vocabulary, as ranks need; submits: one of each prompt."""
+    """Return sequences that score prompts over the whole vocabulary, for ranks. submits: one for each prompt."""
     if body.prompt_logprobs is None:
         return []
     return [
@@ -256,7 +256,8 @@ async def _constrain(client: str, model: Model, body: GenerationRequest, submit:
         check_ids(model, body.allowed_token_ids, "allowed_token_ids")
         allowed = frozenset(model.tokenizer.decode(body.allowed_token_ids))
     if body.stop_regex is not None:
-        stop_pattern = await model.patterns.compile(client, "stop_regex", body.stop_regex)
+        within = None if end is None else model.checkpoint.text_characters
+        stop_pattern = await model.patterns.compile(client, "stop_regex", body.stop_regex, within)
         if stop_pattern.matches_empty:
             raise invalid("stop_regex", "must not match the empty text")
         submit.stop_pattern = stop_pattern.packed
@@ -266,9 +267,11 @@ async def _constrain(client: str, model: Model, body: GenerationRequest, submit:
         if is_infill and end is not None:  # the record goes on after the answer
             allowed = (frozenset(model.tokenizer.characters) if allowed is None else allowed) - {end_character}
             end = None
+        elif end is not None and (within := model.checkpoint.text_characters):
+            allowed = within if allowed is None else allowed & within
         its_last = None if end is None else end_character
         constraint = await model.patterns.compile(client, param, pattern, allowed, its_last, words)
-        # What ends a record is no part of the answer, as a rule.
+        # What ends a record is usually not part of the answer.
         its_end = int(end is not None and not body.include_stop_str_in_output)
         if constraint.min_length - its_end > body.max_tokens:
             shortest = plural(constraint.min_length - its_end, "character")
@@ -282,9 +285,7 @@ async def _constrain(client: str, model: Model, body: GenerationRequest, submit:
             its = constraint.packed, body.min_tokens, body.max_tokens
             submit.minimum = await model.patterns.minimum(client, param, *its)
     elif allowed is not None or body.bad_words or (body.min_tokens and end is not None):
-        # Of a record, what ends it too.
-        words = tuple(body.bad_words or ())
-        its_last = None if end is None else end_character
+        words, its_last = tuple(body.bad_words or ()), None if end is None else end_character  # allowed too
         compiled = await model.patterns.compile(client, "bad_words", words, allowed, its_last)
         submit.constraint = compiled.packed
         submit.may_leave = False
@@ -292,13 +293,13 @@ async def _constrain(client: str, model: Model, body: GenerationRequest, submit:
             submit.stop = (*submit.stop, (end,))
             if body.min_tokens:
                 submit.minimum = await _record_minimum(client, model, body, compiled.packed, body.min_tokens)
-        elif body.min_tokens:  # there may be texts after which nothing is allowed
+        elif body.min_tokens:  # some texts may allow no further character
             its = compiled.packed, body.min_tokens, body.max_tokens
             submit.minimum = await model.patterns.minimum(client, _limiting(body), *its)
 
 
 async def _begin_records(client: str, model: Model, body: GenerationRequest, submits: list[Submit]) -> None:
-    """Have no record end before its first character: none was trained on that does."""
+    """Forbid an empty record, because the model was trained on none."""
     begins = [] if body.min_tokens else [it for it in submits if it.prompt[-1] == model.record_end]
     if begins and begins[0].constraint is None:
         first = (await model.patterns.compile(client, "prompt", f"[^{model.record_end_character}]")).packed
@@ -318,13 +319,13 @@ async def _record_minimum(client: str, model: Model, body: GenerationRequest, pa
 
 
 def _limiting(body: GenerationRequest) -> str:
-    """The field that leaves few texts, if any does."""
+    """Return the name of the field that limits the texts, if there is one."""
     names = ("regex", "choice", "bad_words", "allowed_characters", "allowed_token_ids")
     return next((name for name in names if getattr(body, name, None)), "min_tokens")
 
 
 def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
-    """Pairs of an id and its bias; the unknown symbol has one of its own, unless it is given."""
+    """Return pairs of an id and its bias. The unknown symbol has its own bias unless one is given."""
     tokenizer, given = model.tokenizer, body.logit_bias
     biases: dict[int, float] = {}
     for key, bias in given.items() if isinstance(given, dict) else given:
@@ -349,7 +350,7 @@ def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float
 
 
 def _about_digits(given: object, key: str | int, bias: float) -> str:
-    """For errors: which of its two meanings a digit has here, and how to write the other."""
+    """Return a hint for errors: the meaning of a digit here, and how to write the other meaning."""
     if not isinstance(key, str) or not (key.isascii() and key.isdigit() and len(key) == 1):
         return ""
     if isinstance(given, dict):

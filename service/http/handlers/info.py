@@ -1,4 +1,4 @@
-"""Routes that do not run the model: characters to ids and back, what is served, probes and metrics."""
+"""Routes that do not run the model: encoding, decoding, information, probes and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from service.model.tokenizer import UNKNOWN
 
 
 def published(training: dict[str, Any]) -> dict[str, Any]:
-    """What training.json tells strangers: not where files were on the trainer's disk; names and hashes stay."""
+    """Return the public part of training.json: names and hashes of files, without their paths on the trainer's disk."""
 
     def without_paths(value: Any) -> Any:
         if isinstance(value, dict):
@@ -48,7 +48,7 @@ async def tokenize(service: Service, request: Request) -> None:
     encoder, text = Encoder(service, model, body), body.prompt
     count = await encoder.count(text, "prompt")
     answer = s.TokenizeAnswer(count, service.settings.max_prompt_characters, HOLE, encoder.replaced, encoder.dropped)
-    # Encoded again while it is written: the ids of a text take up to eight times its memory.
+    # Encode again while writing, because the ids of a text take up to eight times its memory.
     slices = (encoder.encode_part(text[i : i + MAX_NUMBERS]) for i in range(0, len(text), MAX_NUMBERS))
     await send_json(request, filled(answer, list_parts(filter(None, slices))))
 
@@ -60,9 +60,9 @@ async def detokenize(service: Service, request: Request) -> None:
     for some in sliced(body.tokens):
         check_ids(model, some, "tokens")
         await pause.if_due()
-    if model.vocab_size <= 257:  # Python shares these
+    if model.vocab_size <= 257:  # Python shares these ids
         request.lease.hold(sys.getsizeof(body.tokens))
-    texts = map(model.tokenizer.decode, sliced(body.tokens))  # decoded while it is written
+    texts = map(model.tokenizer.decode, sliced(body.tokens))  # decoded while they are written
     parts = itertools.chain([b'"'], (msgspec.json.encode(text)[1:-1] for text in texts), [b'"'])
     await send_json(request, filled(s.DetokenizeAnswer(HOLE), parts))
 

@@ -21,7 +21,7 @@ from service.http.service import Service
 from service.model.params import SamplingParams
 from service.wire import Logprobs, Submit, floats
 
-TEXT_BYTES = 400  # of a text in an answer, and of its list of ids
+TEXT_BYTES = 400  # a text in an answer, and its list of ids
 MAX_SUMMED = 1 << 14  # nats added up at a time: about 1 ms
 
 
@@ -41,7 +41,7 @@ async def score(service: Service, request: Request) -> None:
         )
         for i in order
     ]  # fmt: skip
-    num_before = 0 if before == [model.record_end] else len(before)  # given once
+    num_before = 0 if before == [model.record_end] else len(before)  # counted once
     request.num_prompt_tokens = num_before + sum([len(prompt) - len(before) for prompt in prompts])
     # A quarter of the slots, so that scoring does not starve generations.
     window = max(1, service.slots // 4)
@@ -65,7 +65,7 @@ async def score(service: Service, request: Request) -> None:
         if not body.characters:
             return filled(item)
         item.character_nats = HOLE
-        has_first = bool(not before and prompts[item.index])  # which nothing precedes
+        has_first = bool(not before and prompts[item.index])  # nothing precedes it
         return filled(item, list_parts(_character_nats(logprobs[item.index], has_first)))
 
     content = ScoreAnswer(request.id, model.name, "list", HOLE, Usage.of(request.num_prompt_tokens), receipt)
@@ -75,9 +75,9 @@ async def score(service: Service, request: Request) -> None:
 async def _encoded(
     service: Service, request: Request, encoder: Encoder, body: ScoreRequest
 ) -> tuple[list[int], list[list[int]]]:
-    """The ids before each text, and those of each text with them. The body's own texts are not kept.
+    """Return the ids before each text, and the ids of each text after them. The body's texts are not kept.
 
-    Raises ApiError: 400, there are too few or too many, or what `encode` and `begun` raise; otherwise as Service.hold.
+    Raises ApiError: 400, there are too few or too many texts; otherwise as `encode`, `begun` and Service.hold.
     """
     model, end = encoder.model, encoder.model.record_end
     if body.texts is not None:
@@ -98,7 +98,7 @@ async def _encoded(
         await pause.if_due()
         if body.texts is None:
             ids = before + ids
-        elif end is not None:  # each from its first character to its end
+        elif end is not None:  # score each from its first character to its end
             first, last = ids[:1], ids[-1:]
             ids = ids if first == before else before + ids
             ids = ids if last == before else ids + before
@@ -108,8 +108,8 @@ async def _encoded(
 
 
 async def _score(index: int, logprobs: Logprobs, pause: Pause) -> Score:
-    """The sums of a text, as math.fsum of all its nats."""
-    partials: list[float] = []  # whose exact sum is that of all values so far
+    """Return the sums of a text, equal to math.fsum of all its nats."""
+    partials: list[float] = []  # their exact sum is that of all values so far
     for start in range(0, len(logprobs), MAX_SUMMED):
         values = floats(logprobs.values[8 * start : 8 * (start + MAX_SUMMED)])
         while partial := math.fsum(values):
@@ -124,7 +124,7 @@ async def _score(index: int, logprobs: Logprobs, pause: Pause) -> Score:
 
 
 def _character_nats(logprobs: Logprobs, has_first: bool) -> Iterator[list[float | None]]:
-    """The nats of each character, in slices; None: the first character of a document."""
+    """Yield the nats of each character in slices; None: the first character of a document."""
     if has_first:
         yield [None]
     for start in range(0, len(logprobs), MAX_NUMBERS):
@@ -142,7 +142,7 @@ async def next_character(service: Service, request: Request) -> None:
         raise invalid("prompt", f"the number of prompts must be in [1, {limit}], got {count}")
     service.hold(request, body, sum([len(prompt) + 1 for prompt in prompts]))
     ids = await encoder.encode_prompts([*prompts], isinstance(body.prompt, list))
-    prompts = body.prompt = []  # not kept beside their ids
+    prompts = body.prompt = []  # do not keep both prompts and ids
     request.num_prompt_tokens = sum(map(len, ids))
     for i, prompt in enumerate(ids):
         ids[i] = begun(model, prompt, "prompt")
@@ -165,7 +165,7 @@ async def next_character(service: Service, request: Request) -> None:
 
 
 def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
-    """The distribution in the first row."""
+    """Yield the JSON of the distribution in the first row."""
     ((_, top),) = logprobs.part(0, 1).rows()
     entropy = -math.fsum(math.exp(value) * value for _, value in top)
     characters = model.tokenizer.characters
@@ -174,7 +174,7 @@ def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
 
 
 async def _send(request: Request, content: ScoreAnswer | NextAnswer, items: Iterable[Iterator[bytes]]) -> None:
-    """items: the parts of each item of the data, for which `content` has a hole."""
+    """Send `content`. items: the parts of each item, which fill its hole."""
     headers = b""
     if content.chargpt is not UNSET:
         headers = receipt_headers(content.chargpt, time.monotonic() - request.arrived_at)

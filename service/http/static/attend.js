@@ -4,7 +4,7 @@ import { Failure, json } from "./api.js";
 import { $, Editor, h, later, on, percent, pressed, shown, sum } from "./text.js";
 
 const STEPS = ["Plain average", "Queries · keys", "Scale", "Mask", "Softmax", "Values", "Heads", "Next character"];
-const WEIGHED = "Darker: more weight. Small weights are lifted, so that they are seen.", FITS = "Green: the two fit. Red: they do not.";
+const WEIGHED = "The stronger the colour, the larger the weight. Small weights are shown larger than they are.", FITS = "Green: the two fit. Orange: they do not.";
 const MAX_AXIS = 52; // characters beside the map
 const editor = new Editor($("short"), $("attend-error")), map = $("map"), looks = $("looks");
 let answer = null, characters = [], layer = 3, head = 3, row = 0, step = 4;
@@ -153,9 +153,9 @@ function sentences(w, seen, order) {
         return canvas;
       };
       return [
-        ["Each character also has a value, what it gives to those that look at it: ", b(mix.length), " numbers in this head, green above 0, red below."],
+        ["Each character also has a value, what it gives to those that look at it: ", b(mix.length), " numbers in this head, green above 0, orange below."],
         ...most.map((j) => [strip(values[j], `Value of ${shown(characters[j])}`), quoted(j), " × ", b(percent(w[j]))]),
-        [strip(mix, "The mix"), "Each multiplied by its weight, and all ", b(seen), " added up: the output of this head for ", c, "."]];
+        [strip(mix, "The mix"), "Each value is multiplied by its weight. The sum of all ", b(seen), " is the output of this head for ", c, "."]];
     },
     () => [
       ["Heads look at the same text in different ways, with queries and keys of their own. In layer ", b(layer + 1), ", ", c, " looks most at"],
@@ -166,9 +166,9 @@ function sentences(w, seen, order) {
     () => {
       const found = nexts.get(row) ?? [], came = found.find((it) => it.character === characters[row + 1]);
       return [
-        ["Each layer adds what its heads have mixed to the row of ", c, ". After the last one a share for each character of the vocabulary is read from it:"],
+        ["Each layer adds what its heads have mixed to the row of ", c, ". From the row after the last layer the model reads a probability for each character of the vocabulary:"],
         ...found.slice(0, 5).map((it) => [h("progress", { max: 1, value: it.probability, ariaHidden: "true" }), " ", h("code", { textContent: shown(it.character) }), " ", b(percent(it.probability))]),
-        came ? ["What does come, ", quoted(row + 1), ", had ", b(percent(came.probability)), "."] : ["Here the text ends. Write draws its next character from these, and begins again with a row more."]];
+        came ? ["The character that does come, ", quoted(row + 1), ", had ", b(percent(came.probability)), "."] : ["The text ends here. Write draws the next character from these probabilities, and starts again with one more row."]];
     },
   ][step]();
 }

@@ -142,7 +142,7 @@ async function load() {
     ["vocabulary", `${number([...vocabulary].length)} characters`],
     ["learned from", data.name && `${data.name}, ${data.records ? `${number(data.records)} records` : `${number(data.characters)} characters`}`],
     ["validation loss", loss("whole")],
-    ["a table of pairs", loss("bigram")],
+    ["loss by counting pairs", loss("bigram")],
     ["checkpoint", hash.slice(0, 16)],
     ["runs on", `${info.backend}, ${info.dtype}, ${info.devices.join(", ")}`],
   ].filter(([, value]) => value);
@@ -211,7 +211,7 @@ on($("key"), "input", later(400, async () => { setKey($("key").value); await loa
 on($("model"), "change", async () => {
   model = $("model").value;
   await load();
-  if (view === "write" && $("prompt").value === info?.model.example_prompt) writing.run(); // its example
+  if (view === "write" && $("prompt").value === info?.model.example_prompt) writing.begin(); // its example
 });
 on(document, "pointerdown", ({ target }) => { if (!$("status").contains(target)) $("status").open = false; });
 on($("status"), "keydown", (event) => { if (event.key === "Escape") { $("status").open = false; $("status").firstElementChild.focus(); } });
@@ -220,5 +220,5 @@ $("key").value = ""; // a browser may have kept it
 const isRestored = restore();
 writing.refresh();
 await load();
-if (isRestored && info) { writing.check(); replay(); } else if (info) writing.run(); // an example
+if (isRestored && info) { writing.check(); replay(); } else if (info) writing.begin(); // an example
 poll();

@@ -17,9 +17,13 @@ export function pressed(content, work, className = "") {
 
 export const number = (x) => x.toLocaleString("en", { maximumFractionDigits: x < 100 ? 1 : 0 });
 export const sum = (xs) => xs.reduce((a, b) => a + b, 0);
-export const shown = (c) => ({ "\n": "↵", " ": "␣", "\t": "⇥" })[c] ?? c;
+// Characters without a shape of their own: controls have signs in Unicode, the rest are written as numbers.
+const code = (c) => `U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+export const shown = (c) => ({ "\n": "↵", " ": "␣", "\t": "⇥", "\x7f": "␡" })[c]
+  ?? (c < " " ? String.fromCharCode(0x2400 + c.charCodeAt(0)) : /^[\p{C}\p{Z}\p{M}\p{Default_Ignorable_Code_Point}]$/u.test(c) ? code(c) : c);
 export const percent = (p) => `${p < 0.001 ? "<\u00a00.1" : (100 * p).toFixed(p < 0.0995 ? 1 : 0)}\u00a0%`;
-const named = (c) => ({ "\n": "line break", " ": "space" })[c] ?? c;
+const NAMES = { "\n": "line break", "\r": "carriage return", " ": "space", "\t": "tab", "\x1e": "record separator", "\ufffd": "any other character" };
+export const named = (c) => NAMES[c] ?? (shown(c) === c ? c : code(c));
 const level = (p) => [0.5, 0.25, 0.1, 0.04, 0.012].filter((bound) => p < bound).length;
 
 const MAX_TINTED = 6000; // later characters are plain: a page of many thousand elements is slow
@@ -65,21 +69,23 @@ export class Tinted {
     on(this.root, "blur", () => setTimeout(() => { if (owner === this && !peek.contains(document.activeElement) && !peek.matches(":hover")) hide(); }));
   }
 
-  clear(before = "") {
+  clear(said = "") {
     if (owner === this) hide();
+    this.said = said;
     this.characters = [];
     this.spans = [];
     this.tail = null;
-    this.root.replaceChildren(...(before ? [h("span", { className: "said", textContent: before })] : []));
+    this.root.replaceChildren(...(said ? [h("span", { className: "said", textContent: said })] : []));
   }
 
   get text() { return this.characters.map((it) => it.c).join(""); }
 
   // logprob null: unknown; top: {character: logprob} of the likeliest
-  append(items, className = "") {
+  append(items) {
     const some = document.createDocumentFragment();
-    for (const { c, logprob, top } of items) {
-      this.characters.push({ c, logprob, top, className });
+    for (const item of items) {
+      const { c, logprob, className = "" } = item;
+      this.characters.push(item);
       if (this.spans.length >= MAX_TINTED) {
         if (!this.tail) some.append(this.tail = h("span"));
         this.tail.append(c);
@@ -95,17 +101,10 @@ export class Tinted {
     this.root.append(some);
   }
 
-  truncate(length) {
-    const kept = this.characters.slice(0, length);
-    const before = this.root.querySelector(".said")?.textContent ?? "";
-    this.clear(before);
-    for (const it of kept) this.append([it], it.className);
-  }
-
   unmark() { this.spans[this.cursor]?.classList.remove("here"); }
 
   describe({ c, logprob, top }) {
-    const none = top === undefined ? "its certainty was not asked for" : "nothing before it to judge it by";
+    const none = top === undefined ? "written without certainty" : "the first character has no prediction";
     const head = logprob === null ? none : `${percent(Math.exp(logprob))} · ${(-logprob / Math.LN2).toFixed(1)} bits`;
     return { c, head, others: Object.entries(top ?? {}).sort((a, b) => b[1] - a[1]) };
   }
@@ -120,11 +119,11 @@ export class Tinted {
       const bar = h("progress", { max: 1, value: Math.exp(logprob), ariaHidden: "true" });
       const parts = [bar, h("span", { textContent: shown(other) }), h("span", { textContent: percent(Math.exp(logprob)) })];
       if (!this.onBranch) return h("div", { className: other === c ? "row is" : "row" }, ...parts);
-      const button = h("button", { className: other === c ? "is" : "", ariaLabel: `${named(other)}, ${percent(Math.exp(logprob))}: branch from here` }, ...parts);
+      const button = h("button", { type: "button", className: other === c ? "is" : "", ariaLabel: `${named(other)}, ${percent(Math.exp(logprob))}: branch from here` }, ...parts);
       on(button, "click", () => { hide(); this.root.focus({ preventScroll: true }); this.onBranch(at, other, logprob, this.characters[at].top); });
       return button;
     });
-    const note = this.onBranch && rows.length ? [h("p", { className: "note", textContent: "The model's own shares, before temperature and the like." })] : [];
+    const note = this.onBranch && rows.length ? [h("p", { className: "note", textContent: "The model's probabilities, before temperature and other settings." })] : [];
     peek.replaceChildren(h("p", {}, h("b", { textContent: shown(c) }), ` ${head}`), ...rows, ...note);
     peek.hidden = false;
     this.place();
@@ -183,6 +182,15 @@ export class Editor {
     const fits = area.maxLength < 0 ? text : text.slice(0, area.maxLength);
     area.value = fits.isWellFormed?.() === false ? fits.slice(0, -1) : fits; // not half a character
     this.suggested = area.value; // with line breaks as it has them
+  }
+
+  set(text) {
+    // In place of what is there: of a suggestion it makes another one.
+    const { area } = this, isSuggested = area.value === this.suggested;
+    area.value = text;
+    if (isSuggested) this.suggested = area.value;
+    area.scrollTop = area.scrollHeight;
+    this.mark([]);
   }
 
   mark(offsets) {

@@ -1,24 +1,25 @@
 // Write: a prompt, how to sample, and the texts as they come.
 
 import { call, chosen, events, json, Failure, hasKey } from "./api.js";
-import { $, Editor, Tinted, h, items, later, number, on, percent, pressed, sum } from "./text.js";
+import { $, Editor, Tinted, h, items, later, named, number, on, percent, pressed, shown, sum } from "./text.js";
 
 let alternatives = 8; // of each character, or as many as there are
 let most = 20; // records at a time
 // field -> label, sentence, value, and of a slider its least, greatest and step
 const KNOBS = {
-  max_tokens: ["Length", "The most characters it may write.", 400],
-  temperature: ["Temperature", "Low is careful, high is bold; at 0 always the likeliest character.", 0.8, 0, 2, 0.05],
-  top_p: ["Top-p", "Only the likeliest characters that together reach this probability.", 1, 0.05, 1, 0.05],
-  seed: ["Seed", "The same seed gives the same text. Empty: a new one each time.", ""],
-  n: ["Samples", "Texts side by side, each from the next seed.", 1, 1, 4, 1],
+  max_tokens: ["Length", "The model writes at most this many characters.", 400],
+  temperature: ["Temperature", "Low values are careful, high values are bold. 0 always takes the likeliest character.", 0.8, 0, 2, 0.05],
+  second: ["Second temperature", "Writes the text again from the same seed, side by side.", ""],
+  top_p: ["Top-p", "Draws from the likeliest characters that together reach this probability.", 1, 0.05, 1, 0.05],
+  seed: ["Seed", "The same seed gives the same text. Leave it empty for a new one each time.", ""],
+  n: ["Samples", "Writes this many texts side by side, each from the next seed.", 1, 1, 4, 1],
 };
 const MORE = {
-  top_k: ["Top-k", "Only this many of the likeliest characters; 0: all of them.", 0, 0, 65, 1],
-  min_p: ["Min-p", "Only characters at least this likely, measured against the likeliest.", 0, 0, 0.5, 0.01],
-  typical_p: ["Typical-p", "Only the characters whose surprise is closest to the expected one.", 1, 0.05, 1, 0.05],
-  repetition_penalty: ["Repetition penalty", "Above 1, characters that were used become less likely.", 1, 0.8, 1.6, 0.02],
-  stop_text: ["Stop before", "The text ends before these characters; \\n is a line break.", ""],
+  top_k: ["Top-k", "Draws from this many of the likeliest characters. 0 draws from all.", 0, 0, 65, 1],
+  min_p: ["Min-p", "Leaves out characters less likely than this share of the likeliest one's probability.", 0, 0, 0.5, 0.01],
+  typical_p: ["Typical-p", "Draws from the characters of nearly average surprise that together reach this probability.", 1, 0.05, 1, 0.05],
+  repetition_penalty: ["Repetition penalty", "Values above 1 make characters less likely that the text already has.", 1, 0.8, 1.6, 0.02],
+  stop_text: ["Stop before", "The text ends before these characters. Type \\n for a line break.", ""],
 };
 const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, typical_p: 1, repetition_penalty: 1, n: 1 };
 
@@ -33,14 +34,19 @@ for (const [place, knobs] of [["knobs", KNOBS], ["more-knobs", MORE]]) {
   }
 }
 Object.assign($("max_tokens"), { min: 1, step: 1, required: true });
+Object.assign($("second"), { type: "number", min: 0, max: 2, step: "any", placeholder: "none" });
 Object.assign($("seed"), { inputMode: "numeric", pattern: "[0-9]{1,16}", placeholder: "a new one" });
 
 const editor = new Editor($("prompt"), $("write-error"));
 export let lastSeed = null;
 let writer = null; // the checkpoint whose text it gave
-let panes = [], running = null, written = []; // the stream, and the panes that it writes to
+let panes = [], running = null; // the controller of what is being written
+const past = []; // what Undo goes back to, the latest at the end
+const MAX_PAST = 20;
 
 // -- the request --
+
+const isValid = () => ["max_tokens", "second", "seed"].every((name) => $(name).reportValidity());
 
 function fields() {
   const body = { prompt: $("prompt").value, max_tokens: $("max_tokens").valueAsNumber || undefined };
@@ -55,181 +61,265 @@ function fields() {
   return body;
 }
 
-// Of exact answers: how many candidates they took.
+// A body, or two that differ in their temperature.
+function bodies() {
+  const { n, ...body } = fields();
+  return $("second").value ? [body, { ...body, temperature: $("second").valueAsNumber }] : [n ? { ...body, n } : body];
+}
+
+// How many candidates exact answers took.
 const acceptance = (exact) => exact ? ` ${percent(exact.acceptance)} of ${number(exact.candidates)} candidates matched.` : "";
 
 const isConstrained = () => $("constraint").value !== "";
 
-function reproducible() {
-  const body = { ...chosen, ...fields() };
-  if (lastSeed !== null) body.seed ??= Number(lastSeed);
-  return body;
-}
+const reproducible = () => bodies().map((body) => ({ ...chosen, ...(lastSeed === null ? {} : { seed: Number(lastSeed) }), ...body }));
 
 export function curl() {
-  const body = JSON.stringify(reproducible()).replaceAll("'", "'\\''");
   const auth = hasKey() ? ' -H "Authorization: Bearer $CHARGPT_API_KEY"' : "";
-  return `curl -s ${new URL("generate", document.baseURI)}${auth} -d '${body}'`;
+  return reproducible().map((body) => `curl -s ${new URL("generate", document.baseURI)}${auth} -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`).join("\n");
 }
+
+const literal = (value) => (value === true ? "True" : JSON.stringify(value)); // of Python
+const dictionary = (body) => `{${Object.entries(body).filter(([, value]) => value !== undefined).map(([name, value]) => `"${name}": ${literal(value)}`).join(", ")}}`;
 
 export function python() {
   const auth = hasKey() ? `, "Authorization": "Bearer " + os.environ["CHARGPT_API_KEY"]` : "";
   return `import json, os
 from urllib.request import Request, urlopen
 
-body = ${JSON.stringify(reproducible())}
 headers = {"Content-Type": "application/json"${auth}}
-request = Request("${new URL("generate", document.baseURI)}", json.dumps(body).encode(), headers)
-for choice in json.load(urlopen(request))["choices"]:
-    print(choice["text"])
+for body in [${reproducible().map(dictionary).join(", ")}]:
+    request = Request("${new URL("generate", document.baseURI)}", json.dumps(body).encode(), headers)
+    for choice in json.load(urlopen(request))["choices"]:
+        print(choice["text"])
 `;
 }
 
 // -- running it --
 
-function newPane(ariaLabel) {
-  const pane = { seed: null, before: null, checkpoint: null };
+function newPane(ariaLabel, said, kept, which = 0) {
+  // kept: characters that it begins with; which: the number of the body that writes it
+  const pane = { seed: null, ending: null, checkpoint: null, isBranch: false, which, kept: kept.length };
   pane.tinted = new Tinted(ariaLabel, (...other) => branch(pane, ...other));
+  pane.tinted.clear(said);
+  pane.tinted.append(kept);
   pane.foot = h("div", { className: "foot" });
   pane.root = h("div", {}, pane.tinted.root, pane.foot);
   return pane;
 }
 
+const hasText = () => panes.some((pane) => pane.tinted.characters.length > pane.kept);
+
+function place(its) {
+  panes = its;
+  $("panes").replaceChildren(...panes.map((pane) => pane.root));
+  $("panes").className = `panes of${panes.length}`;
+  $("undo").disabled = !past.length;
+  view();
+}
+
 function footer(pane) {
   const parts = [];
+  if (pane.ending !== "stop" || !hasEnds) parts.push(pressed("Continue", () => goOn(pane), "quiet"));
   if (pane.seed !== null) {
     parts.push(h("span", { textContent: `seed ${pane.seed}` }));
-    if (!pane.before) parts.push(pressed("Replay", () => { $("seed").value = pane.seed; $("n").value = 1; refresh(); run(); }, "quiet"));
+    if (!pane.isBranch) parts.push(pressed("Replay", () => run({ seed: pane.seed, n: 1 }), "quiet"));
   }
   parts.push(h("span", { textContent: `${number(pane.tinted.characters.length)} characters` }));
-  if (pane.before) parts.push(pressed("Undo the branch", () => undo(pane), "quiet"));
   pane.foot.replaceChildren(...parts);
 }
 
-async function stream(body, into) {
-  // Into the panes, by the events' index, until the end, whatever it is; returns the seed.
+function keep(changes = {}) {
+  // Before another text takes the place of this one, and fields get new values: all that Undo brings back.
+  if (hasText()) {
+    past.push({ panes, lastSeed, summary: $("summary").textContent, fields: Object.keys(changes).map((name) => [name, $(name).value]) });
+    if (past.length > MAX_PAST) past.shift();
+  }
+  put(Object.entries(changes));
+}
+
+function put(fields) {
+  for (const [name, value] of fields) name === "prompt" ? editor.set(value) : ($(name).value = value);
+  refresh();
+}
+
+function undo() {
   running?.abort();
-  const controller = running = new AbortController();
+  running = null;
+  $("stop").disabled = true;
+  const last = past.pop() ?? { panes: [], lastSeed: null, summary: "", fields: [] };
+  lastSeed = last.lastSeed;
+  $("summary").textContent = last.summary;
+  place(last.panes);
+  put(last.fields);
+}
+
+async function stream(requests) {
+  // requests: of {body, panes}. Asks for all at once, and writes into the panes by the events' index, until the end, whatever it is.
+  running?.abort();
+  const controller = running = new AbortController(), { signal } = controller, into = requests.flatMap((part) => part.panes);
   const started = performance.now();
-  let first = 0, last = 0, count = 0, ending = null, seed = null, hasFailed = false, exact = null;
-  written = into;
+  let first = 0, last = 0, count = 0, ending = null, seed = null, failure = null, costs = "";
   editor.fail(null);
   $("summary").textContent = "Writing…";
   $("stop").disabled = false;
   for (const pane of into) pane.root.classList.add("writing");
-  try {
-    const response = await call("generate", { ...body, stream: true, ...($("certainty").checked ? { logprobs: alternatives } : {}) }, controller.signal);
-    seed = response.headers.get("X-Seed");
-    const checkpoint = response.headers.get("X-Checkpoint");
-    if (into.some((pane) => (pane.checkpoint ??= checkpoint) !== checkpoint)) {
-      undo(into[0]);
-      throw new Failure(409, { message: "this text is of a model that is not served any more: it cannot be branched" });
+  const end = (pane) => { pane.root.classList.remove("writing"); footer(pane); };
+
+  async function receive({ body, panes: its }) {
+    try {
+      const response = await call("generate", { ...body, stream: true, ...($("certainty").checked ? { logprobs: alternatives } : {}) }, signal);
+      seed ??= response.headers.get("X-Seed");
+      const checkpoint = response.headers.get("X-Checkpoint");
+      if (its.some((pane) => (pane.checkpoint ??= checkpoint) !== checkpoint)) {
+        throw new Failure(409, { message: "this text is of a model that is not served any more: it cannot be branched" });
+      }
+      for await (const event of events(response)) {
+        if (signal.aborted) break;
+        if (event.chargpt) { costs += acceptance(event.chargpt.exact); continue; }
+        last = performance.now();
+        if (first) count += [...event.text].length; // those that came with the first took no time of their own
+        first ||= last;
+        const pane = its[event.index];
+        pane.seed = event.seed;
+        pane.tinted.append(items(event.text, event.logprobs));
+        if (event.finish_reason) { ending = pane.ending = event.finish_reason; end(pane); }
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") failure = Failure.of(error);
     }
-    for await (const event of events(response)) {
-      if (controller.signal.aborted) break;
-      if (event.chargpt) { exact = event.chargpt.exact; continue; }
-      last = performance.now();
-      if (first) count += [...event.text].length; // those that came with the first took no time of their own
-      first ||= last;
-      const pane = into[event.index];
-      pane.seed = event.seed;
-      pane.tinted.append(items(event.text, event.logprobs));
-      if (event.finish_reason) { ending = event.finish_reason; pane.root.classList.remove("writing"); footer(pane); }
-    }
-  } catch (error) {
-    if (error.name !== "AbortError") { hasFailed = true; fail(Failure.of(error)); }
   }
-  if (controller.signal.aborted && !hasFailed) ending = "stopped";
-  if (running !== controller) { // another has begun, maybe in one of these panes
-    for (const pane of into) if (!written.includes(pane)) { pane.root.classList.remove("writing"); footer(pane); }
-    return seed;
-  }
+
+  await Promise.all(requests.map(receive));
+  for (const pane of into) if (pane.root.classList.contains("writing")) end(pane);
+  if (running !== controller) return; // another has begun
   running = null;
   $("stop").disabled = true;
-  for (const pane of into) { pane.root.classList.remove("writing"); footer(pane); }
+  if (!into[0].isBranch) lastSeed = seed; // of a link and of copies
   if (first) {
+    if (signal.aborted) ending = "stopped";
     const seconds = (last - first) / 1000, rate = seconds > 0.005 ? `, then ${number(count / seconds)} characters per second` : "";
-    const how = { stopped: "Stopped. ", stop: "Done. ", length: "Done: the length is reached. " }[ending] ?? "";
-    $("summary").textContent = `${how}First character after ${number(first - started)} ms${rate}.${acceptance(exact)}`;
-  } else if (ending) $("summary").textContent = "Stopped before the first character.";
-  return seed;
+    const how = failure ? "" : { stopped: "Stopped. ", stop: "Done. ", length: "Done: the length is reached. " }[ending] ?? "";
+    $("summary").textContent = `${how}First character after ${number(first - started)} ms${rate}.${costs}`;
+  } else {
+    undo(); // the last text stays
+    if (!failure) $("summary").textContent = "Stopped before the first character.";
+  }
+  if (failure) fail(failure);
 }
 
-export async function run() {
-  for (const name of ["max_tokens", "seed"]) if (!$(name).reportValidity()) return;
-  const body = fields();
-  panes = Array.from({ length: body.n ?? 1 }, (_, i) => newPane(`Text ${i + 1}`));
-  for (const pane of panes) pane.tinted.clear(body.prompt);
-  $("panes").replaceChildren(...panes.map((pane) => pane.root));
-  $("panes").className = `panes of${panes.length}`;
-  view();
-  lastSeed = await stream(body, panes);
+export async function run(changes, from = null) {
+  // from: the pane whose text is the prompt
+  if (!isValid()) return;
+  keep(changes);
+  const asked = bodies(), [{ prompt }] = asked, isSame = from && from.tinted.said + from.tinted.text === prompt;
+  const [said, kept] = isSame ? [from.tinted.said, from.tinted.characters] : [prompt, []];
+  const requests = asked.map((body, which) => ({ body, panes: Array.from({ length: body.n ?? 1 }, (_, i) => newPane(`Text ${which + i + 1}`, said, kept, which)) }));
+  if (requests.length > 1) {
+    const seed = Math.floor(Math.random() * 2 ** 32);
+    for (const { body, panes: [pane] } of requests) {
+      body.seed ??= seed;
+      pane.root.prepend(h("p", { className: "note", textContent: `Temperature ${body.temperature ?? 1}` }));
+    }
+  }
+  place(requests.flatMap((part) => part.panes));
+  if (from) panes[0].tinted.root.focus({ preventScroll: true });
+  await stream(requests);
+}
+
+function goOn(pane) {
+  const { tinted } = pane, seed = $("seed").value && Number($("seed").value) + panes.length; // other draws than before
+  run({ prompt: tinted.said + tinted.text, seed }, pane);
 }
 
 async function branch(pane, at, c, logprob, top) {
   if (isConstrained()) { $("summary").textContent = "A constrained text is one piece: it cannot be branched."; return; }
-  running?.abort();
-  pane.before = { characters: pane.tinted.characters, seed: pane.seed, before: pane.before };
-  pane.tinted.truncate(at);
-  pane.tinted.append([{ c, logprob, top }], "branch");
-  const { seed, n, ...body } = fields();
-  const prompt = (pane.tinted.root.querySelector(".said")?.textContent ?? "") + pane.tinted.text;
-  await stream({ ...body, prompt }, [pane]);
-}
-
-function undo(pane) {
-  running?.abort();
-  const { characters, seed, before } = pane.before;
-  pane.tinted.truncate(0);
-  for (const it of characters) pane.tinted.append([it], it.className);
-  Object.assign(pane, { seed, before });
-  footer(pane);
+  if (!isValid()) return;
+  const { tinted, checkpoint, which } = pane, kept = [...tinted.characters.slice(0, at), { c, logprob, top, className: "branch" }];
+  const fresh = Object.assign(newPane(tinted.root.ariaLabel, tinted.said, kept, which), { checkpoint, isBranch: true });
+  if (pane.root.firstChild !== tinted.root) fresh.root.prepend(pane.root.firstChild.cloneNode(true));
+  keep();
+  place(panes.map((it) => (it === pane ? fresh : it)));
+  fresh.tinted.root.focus({ preventScroll: true });
+  const { seed, n, ...body } = bodies()[which] ?? fields();
+  await stream([{ body: { ...body, prompt: tinted.said + fresh.tinted.text }, panes: [fresh] }]);
 }
 
 function fail(failure) {
   editor.fail(failure);
   if (failure.status === 401) { $("status").open = true; $("key").focus(); }
-  for (const pane of panes) if (!pane.tinted.characters.length) pane.root.remove();
-  $("summary").textContent = "";
 }
 
 // -- a list of records --
 
 let list = []; // of {text, certainty}
 let cost = null; // of the last ones, if they are exact
+let request = ""; // the fields that gave it
+let hasEnds = false; // a record ends by itself
 
 async function more() {
-  for (const name of ["max_tokens", "seed"]) if (!$(name).reportValidity()) return;
-  const body = { ...fields(), n: most, logprobs: 1 }, into = list; // another model begins another list
-  if (body.seed !== undefined) body.seed += list.length;
+  if (!isValid()) return;
+  const body = { ...fields(), n: most, logprobs: 1 }, its = JSON.stringify(body), before = list, into = its === request ? list : [];
+  if (body.seed !== undefined) body.seed += into.length;
   $("twenty").disabled = true;
   try {
     const { choices, chargpt } = await json("generate", body);
     editor.fail(null);
-    cost = chargpt.exact;
-    for (const { text, logprobs } of choices) {
-      const each = logprobs.token_logprobs;
-      into.push({ text: (body.prompt + text).replaceAll("\n", " "), certainty: Math.exp(sum(each) / Math.max(1, each.length)) });
+    if (list === before) { // and not another model's
+      [list, request, cost] = [into, its, chargpt.exact];
+      for (const { text, logprobs } of choices) {
+        const each = logprobs.token_logprobs;
+        list.push({ text: body.prompt + text, certainty: Math.exp(sum(each) / Math.max(1, each.length)) });
+      }
+      showList();
     }
-    showList();
   } catch (error) { fail(Failure.of(error)); }
   $("twenty").disabled = false;
 }
 
-export const listed = () => list.map((it) => `${it.text}\n`).join("");
+// What the page opens with.
+export function begin() {
+  if (!hasEnds) return run();
+  running?.abort();
+  keep();
+  place([]);
+  $("summary").textContent = "Press Write for one record whose characters you can point at.";
+  return more();
+}
+
+// A blank line follows each record if some have several lines.
+export const listed = () => {
+  const end = list.some((it) => it.text.includes("\n")) ? "\n\n" : "\n";
+  return list.map((it) => it.text + end).join("");
+};
+
+function parts(text, pattern) {
+  // The text, those pieces marked that match.
+  const pieces = [];
+  let at = 0;
+  for (const { 0: found, index } of pattern ? text.matchAll(pattern) : []) {
+    if (!found) continue;
+    pieces.push(text.slice(at, index), h("mark", { textContent: found }));
+    at = index + found.length;
+  }
+  return [...pieces, text.slice(at)];
+}
 
 function showList() {
   let pattern = null, fault = "";
-  if ($("matching").value) try { pattern = new RegExp(`^(?:${$("matching").value})$`, "u"); } catch (error) { fault = ` ${error.message}.`; }
-  const seen = new Set(), matching = list.filter((it) => pattern?.test(it.text)).length;
+  if ($("matching").value) try { pattern = new RegExp($("matching").value, "gmu"); } catch (error) { fault = ` ${error.message}.`; }
+  const seen = new Set();
+  let matching = 0;
   $("records").replaceChildren(...list.map(({ text, certainty }) => {
     const again = seen.has(text) ? " · again" : "";
     seen.add(text);
-    const note = h("span", { className: "note", textContent: `${percent(certainty)}${again}`, title: "probability per character" });
-    return h("li", { className: pattern?.test(text) ? "match" : "" }, h("code", { textContent: text || "∅" }), " ", note);
+    const note = h("span", { className: "note", textContent: `${percent(certainty)}${again}`, title: "mean probability of a character" });
+    const pieces = parts(text, pattern);
+    if (pieces.length > 1) matching += 1;
+    return h("li", {}, h("code", {}, ...(text ? pieces : ["∅"])), " ", note);
   }));
   $("list").hidden = !list.length;
-  $("list-note").textContent = `${number(list.length)} records, ${number(list.length - seen.size)} repeated${pattern ? `, ${number(matching)} match` : ""}.${acceptance(cost)}${fault}`;
+  $("list-note").textContent = `${number(list.length)} records, ${number(list.length - seen.size)} repeated${pattern ? `, ${number(matching)} with a match` : ""}.${acceptance(cost)}${fault}`;
 }
 
 // -- constraints, checked as they are typed --
@@ -254,6 +344,7 @@ export function refresh() {
   $("regex-field").hidden = $("constraint").value !== "regex";
   $("choice-field").hidden = $("constraint").value !== "choice";
   $("exact-field").hidden = !isConstrained();
+  $("n").disabled = $("second").value !== "";
   if (isConstrained()) $("more-constraint").open = true;
   view();
 }
@@ -270,11 +361,14 @@ export function useModel({ limits, model }, isLinked) {
   most = Math.min(20, limits.max_prompts);
   $("twenty").textContent = `${most} more`;
   $("top_k").max = [...model.vocabulary].length;
+  const { vocabulary } = model;
+  $("more-vocabulary").firstElementChild.textContent = `The ${number([...vocabulary].length)} characters that the model knows`;
+  $("vocabulary").replaceChildren(...[...vocabulary].map((c) => h("span", { textContent: [...new Set([shown(c), named(c)])].join(" ") })));
+  hasEnds = model.records;
   if (!isLinked) editor.suggest(model.example_prompt);
   $("prompt").labels[0].textContent = model.records ? "Begin a record with" : "Begin with";
-  $("twenty").hidden = !model.records;
-  list = [];
-  cost = null;
+  $("twenty").hidden = !hasEnds;
+  [list, request, cost] = [[], "", null];
   showList();
   if (writer !== model.checkpoint_sha256) lastSeed = null;
   writer = model.checkpoint_sha256;
@@ -292,3 +386,8 @@ on($("twenty"), "click", more);
 on($("matching"), "input", showList);
 on($("certainty"), "change", view);
 on($("stop"), "click", () => running?.abort());
+on($("undo"), "click", () => {
+  editor.fail(null);
+  undo();
+  if ($("undo").disabled) $("go").focus();
+});

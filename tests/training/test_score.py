@@ -1,0 +1,261 @@
+"""`score`, and the losses of pieces by the native engine, against one plain forward for each text."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from service.engine import native
+from service.model.gpt import SwiGLU
+from service.model.tokenizer import UNKNOWN, CharTokenizer
+from tests.helpers import VOCABULARY, call, random_model, save_random
+from training.data import record_pieces
+from training.evaluate import fast_piece_sums, piece_sums, sampled_scores
+from training.native_scores import NativeScorer
+from training.saving import save_checkpoint
+
+EXACT = random_model(torch.float64)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return save_random(tmp_path / "ck").path
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Writes the file whose lines are scored, and returns its path."""
+
+    def write(content):
+        path = tmp_path / "lines.txt"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def output_of(capsys):
+    """Run `score`, which must succeed; returns its standard output."""
+
+    def run(*arguments):
+        assert call(["score", *arguments]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+def rows(output):
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def nats_of(text, model=EXACT, characters=VOCABULARY):
+    ids = torch.tensor(CharTokenizer(characters).encode(text))
+    with torch.no_grad():
+        return F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="sum").item()
+
+
+# pieces
+
+
+def sums_one_by_one(model, ids, starts, lengths, skips):
+    """By a banded forward over each piece alone, in float64."""
+    found = []
+    for start, length, skip in zip(starts, lengths, skips, strict=True):
+        text = torch.from_numpy(ids[start : start + length + 1].astype(np.int64))
+        with torch.no_grad():
+            losses = (
+                F.cross_entropy(model(text[None, :-1])[0], text[1:], reduction="none") if length else torch.zeros(0)
+            )
+        found.append(losses[skip:].sum().item())
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_native_engine_scores_pieces_as_single_forwards_do(threads, seed, monkeypatch):
+    monkeypatch.setattr("training.native_scores.SLOTS", 5)
+    monkeypatch.setattr("training.native_scores.CHUNK", 24)
+    rng = np.random.default_rng([seed, threads])
+    ids = rng.integers(0, len(VOCABULARY), 1500).astype(np.uint8)
+    lengths = rng.choice([0, 1, 2, 7, 23, 24, 25, 60, 700], 40)
+    starts = np.array([rng.integers(0, len(ids) - length) for length in lengths])
+    skips = np.array([rng.integers(0, length + 1) for length in lengths])
+    torch.set_num_threads(threads)
+    scorer, scored = NativeScorer.of(random_model()), []
+    assert scorer.threads == threads
+    expected = sums_one_by_one(EXACT, ids, starts, lengths, skips)
+    assert scorer.piece_sums(ids, starts, lengths, scored.append, skips) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert sum(scored) == (lengths - skips).sum()
+    assert piece_sums(EXACT, ids, starts, lengths, int, skips) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_a_long_text_is_split_between_threads_and_each_part_sees_all_that_it_depends_on():
+    torch.set_num_threads(2)
+    ids = np.random.default_rng(4).integers(0, len(VOCABULARY), 4000).astype(np.uint8)
+    starts, lengths, skips = np.array([3]), np.array([3900]), np.array([10])
+    scorer, scored = NativeScorer.of(random_model()), []
+    assert len(scorer._parts(0, 3, 3900, 10)) == 2 and len(scorer._parts(0, 0, 100, 0)) == 1
+    expected = sums_one_by_one(EXACT, ids, starts, lengths, skips)
+    assert scorer.piece_sums(ids, starts, lengths, scored.append, skips) == pytest.approx(expected, rel=1e-6)
+    assert sum(scored) == 3890
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_evaluations_by_the_native_engine_are_those_of_the_model(records):
+    """Which computes in float64 here, as the engine does not."""
+    ids = np.random.default_rng(5).integers(1, len(VOCABULARY), 3000).astype(np.uint8)
+    if records:
+        ids[::11] = 0
+        ids[-1] = 0
+    found, expected = (sampled_scores(model, ids, 1000, records, ids[:1100]) for model in (random_model(), EXACT))
+    assert fast_piece_sums(random_model()).__func__ is NativeScorer.piece_sums
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6) and found.characters == expected.characters
+    assert found.standard_error == pytest.approx(expected.standard_error, rel=1e-5)
+
+
+def test_what_the_native_engine_does_not_compute_is_scored_by_gpt(monkeypatch):
+    model, ids = random_model(), np.arange(40, dtype=np.uint8)
+    pieces = np.array([0, 10]), np.array([9, 29])
+    before = fast_piece_sums(model)(ids, *pieces)
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: x)  # as if gpt.py had changed
+    assert NativeScorer.of(model) is None
+    after = fast_piece_sums(model)(ids, *pieces)
+    assert after == pytest.approx(piece_sums(model, ids, *pieces)) and abs(after - before).min() > 0.1
+    monkeypatch.undo()
+    monkeypatch.setattr(native, "why_not", lambda: "no compiler")
+    assert NativeScorer.of(model) is None and fast_piece_sums(model)(ids, *pieces) == pytest.approx(before, rel=1e-5)
+
+
+def test_records_of_any_length_are_scored_in_few_calls():
+    """Each is a sequence; a call takes as many as there are slots."""
+    ids = np.concatenate([[0], *([1 + i % 50] * (1 + i % 9) + [0] for i in range(200))]).astype(np.uint8)
+    starts, lengths = record_pieces(ids, len(ids))
+    scorer, calls = NativeScorer.of(random_model()), []
+    found = scorer.piece_sums(ids, starts, lengths, calls.append)
+    assert found == pytest.approx(piece_sums(EXACT, ids, starts, lengths), rel=1e-5)
+    assert len(calls) == -(-200 // scorer.runner.slots)
+
+
+# lines
+
+
+@pytest.mark.parametrize("group", [4096, 2, 1])
+def test_score_prints_an_object_per_line(checkpoint, lines, output_of, capsys, monkeypatch, group):
+    """Of each line alone, or with the line breaks on both sides; at any size of groups of lines."""
+    monkeypatch.setattr("training.score.LINES", group)
+    texts = ["The cat", "", "T", "To be, or not to be?", 1000 * "so "]  # the last in pieces
+    command = ["--checkpoint", checkpoint, "--data", lines("\n".join(texts))]
+    alone, records = rows(output_of(*command)), rows(output_of(*command, "--records"))
+    for found in (alone, records):
+        assert [(r["line"], r["text"]) for r in found] == list(enumerate(texts, 1))
+        assert {r["unknown_characters"] for r in found} == {0}
+    assert [r["characters"] for r in alone] == [6, 0, 0, 19, 2999]
+    assert [r["characters"] for r in records] == [8, 1, 2, 21, 3001]
+    assert [r["nats"] for r in alone[1:3]] == [0, 0] and alone[1]["perplexity"] is None
+    for row in (alone[0], *alone[3:]):
+        assert row["nats"] == pytest.approx(nats_of(row["text"]), rel=1e-5)
+        assert row["nats_per_character"] == pytest.approx(row["nats"] / row["characters"])
+    for row in records:
+        assert row["nats"] == pytest.approx(nats_of(f"\n{row['text']}\n"), rel=1e-5)
+    assert call(["score", "--checkpoint", checkpoint, "--data", "nowhere.txt"]) == 1
+    assert "nowhere.txt" in capsys.readouterr().err
+    assert call(["score", "--checkpoint", checkpoint]) == 2
+    assert "required: --data" in capsys.readouterr().err
+
+
+def test_lines_are_scored_as_the_model_was_trained(checkpoint, tmp_path, lines, output_of):
+    save_random(tmp_path / "of records", about={"recipe": {"records": True}})
+    command = ["--data", lines("Al\nBob\n"), "--checkpoint"]
+    assert output_of(*command, tmp_path / "of records") == output_of(*command, checkpoint, "--records")
+    assert output_of(*command, tmp_path / "of records", "--no-records") == output_of(*command, checkpoint)
+
+
+def test_lines_with_unknown_characters_are_scored_and_say_how_many(checkpoint, lines, output_of, capsys):
+    """They were left out, which lost the strangest lines of a log."""
+    command = ["--checkpoint", checkpoint, "--data", lines("good\nbäd ö\nä\n")]
+    assert call(["score", *command]) == 0
+    output, error = capsys.readouterr()
+    assert [(r["characters"], r["unknown_characters"]) for r in rows(output)] == [(3, 0), (4, 2), (0, 1)]
+    assert rows(output)[1]["text"] == "bäd ö" and rows(output)[1]["nats"] == pytest.approx(nats_of("b d  "), rel=1e-5)
+    assert error == "3 unknown characters replaced\n"
+    found = rows(output_of(*command, "--unknown-characters", "drop"))
+    assert [(r["characters"], r["unknown_characters"]) for r in found] == [(3, 0), (2, 2), (0, 1)]
+    assert found[1]["nats"] == pytest.approx(nats_of("bd "), rel=1e-5)
+    found = rows(output_of(*command, "--replacement-character", r"\n"))
+    assert found[1]["nats"] == pytest.approx(nats_of("b\nd \n"), rel=1e-5) and found[1]["unknown_characters"] == 2
+    assert call(["score", *command, "--replacement-character", "ß"]) == 1
+    assert "'ß' is not in the vocabulary" in capsys.readouterr().err
+
+
+def test_unknown_characters_are_dropped_if_nothing_can_replace_them(tmp_path, lines, capsys):
+    save_random(tmp_path / "letters", "\nabcd")
+    command = ["score", "--checkpoint", tmp_path / "letters", "--data", lines("ab cd\n")]
+    assert call(command) == 0
+    output, error = capsys.readouterr()
+    (row,) = rows(output)
+    assert (row["characters"], row["unknown_characters"]) == (3, 1) and error == "1 unknown character dropped\n"
+    assert call([*command, "--unknown-characters", "replace"]) == 1
+    assert "' ' is not in the vocabulary" in capsys.readouterr().err
+
+
+def test_the_unknown_symbol_counts_as_unknown(tmp_path, lines, output_of):
+    characters = ["\n", *"abcd", UNKNOWN]
+    model = random_model(vocab_size=6)
+    save_checkpoint(tmp_path / "rare", model, CharTokenizer(characters, has_unknown=True), {"losses": {}})
+    command = ["--checkpoint", tmp_path / "rare", "--data", lines(f"abxd\na{UNKNOWN}é\n")]
+    first, second = rows(output_of(*command))
+    exact = random_model(torch.float64, vocab_size=6)
+    assert (first["unknown_characters"], second["unknown_characters"]) == (1, 2)
+    assert first["nats"] == pytest.approx(nats_of(f"ab{UNKNOWN}d", exact, characters), rel=1e-5)
+    assert second["nats"] == pytest.approx(nats_of(f"a{UNKNOWN}{UNKNOWN}", exact, characters), rel=1e-5)
+    assert rows(output_of(*command, "--unknown-characters", "drop"))[1]["unknown_characters"] == 2
+
+
+def test_a_line_that_is_not_scored_is_reported(checkpoint, lines, capsys, monkeypatch):
+    monkeypatch.setattr("training.score.LINES", 2)  # one of them ends a group
+    command = ["score", "--checkpoint", checkpoint, "--data", lines("good\nbäd\n".encode() + b"b\xe4d\nfine\n")]
+    assert call([*command, "--unknown-characters", "refuse"]) == 1
+    output, error = capsys.readouterr()
+    assert [(r["line"], r["text"]) for r in rows(output)] == [(1, "good"), (4, "fine")]
+    assert error.splitlines() == [
+        "line 2: character 'ä' (U+00E4) at offset 1 is not in the vocabulary",
+        "line 3: byte 0xE4 at offset 1 is not UTF-8",
+        "error: 2 lines of 4 not scored",
+    ]
+    assert call(command) == 1
+    output, error = capsys.readouterr()
+    assert [r["line"] for r in rows(output)] == [1, 2, 4] and "error: 1 line of 4 not scored" in error
+    command[-1] = lines("é\n" * 30 + "ok\n")
+    assert call([*command, "--unknown-characters", "refuse"]) == 1
+    *reported, last = capsys.readouterr().err.splitlines()
+    assert len(reported) == 20 and last == "error: 30 lines of 31 not scored, the first 20 of which are named above"
+
+
+def test_the_strangest_lines_come_first(checkpoint, lines, output_of, capsys, monkeypatch):
+    monkeypatch.setattr("training.score.LINES", 3)
+    texts = ["The cat", "q", "xQzJ", "", "To be", "The cat", "and so on"]
+    command = ["--checkpoint", checkpoint, "--data", lines("\n".join(texts))]
+    each = {r["line"]: r for r in rows(output_of(*command))}
+    scored = sorted((n for n in each if each[n]["characters"]), key=lambda n: (-each[n]["bits_per_character"], n))
+    expected = [each[n] for n in (*scored, 2, 4)]  # those without a score last
+    assert rows(output_of(*command, "--sort")) == expected
+    assert scored.index(6) == scored.index(1) + 1  # of equal lines the first
+    for count in (1, 3, 7, 50):
+        assert rows(output_of(*command, "--top", count)) == expected[:count]
+        assert rows(output_of(*command, "--top", count, "--sort")) == expected[:count]
+    assert call(["score", *command, "--top", 0]) == 1
+    assert "--top must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_rows_are_the_same_in_csv(checkpoint, lines, output_of):
+    command = ["--checkpoint", checkpoint, "--data", lines('a, "b"\n\nsay ä,\r\n')]
+    objects = rows(output_of(*command))
+    table = list(csv.DictReader(io.StringIO(output_of(*command, "--format", "csv"), newline="")))
+    assert [list(row) for row in table] == [list(row) for row in objects]
+    for row, other in zip(table, objects, strict=True):
+        assert row == {name: "" if value is None else str(value) for name, value in other.items()}

@@ -1,0 +1,20 @@
+"""Rows of named values on standard output, as JSON lines or as CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def write_rows(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], format: str) -> None:
+    """format: "jsonl"; or "csv", with a header, where None is an empty cell and line breaks of a text are quoted."""
+    if format == "csv":
+        writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        for row in rows:
+            print(json.dumps(row, ensure_ascii=False))
