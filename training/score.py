@@ -1,8 +1,8 @@
 """`score`: the log-likelihood of each line of a text, or its strangest lines.
 
 As /v1/score of the service has it: a line is a text of its own, whose first character has nothing before it and is not
-scored; its line break is no part of it. Of a model of records each line is scored as one, from the line break before it
-to its own.
+scored; its line break is no part of it. Of a model of records each record is scored as it is trained on, from the end
+of the one before to its own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.tokenizer import UnknownCharacterError
 from training.config import ConfigError
-from training.data import DataError, read_lines
+from training.data import DataError, read_records
 from training.display import show_forwards
 from training.evaluate import Advance, bits, fast_piece_sums
-from training.inputs import Encoder, load_model
+from training.inputs import OF_TEXT, Encoder, load_model, splitting_of
 from training.messages import plural
 from training.rows import write_rows
 
@@ -76,8 +76,11 @@ def command(args: argparse.Namespace) -> None:
     records = checkpoint.record_end is not None if args.records is None else args.records
     is_ranked = args.sort or args.top is not None
     with show_progress(args.data, among_rows=not is_ranked) as advance:
-        lines = tally.counted(read_lines(args.data))
-        rows = score_lines(model, encoder, lines, records=records, refused=tally.refuse, advance=advance)
+        separator, column, end = splitting_of(checkpoint) if records else OF_TEXT
+        lines = tally.counted(read_records(args.data, separator, column))
+        rows = score_lines(
+            model, encoder, lines, records=records, end=end or "\n", refused=tally.refuse, advance=advance
+        )
         if is_ranked:
             rows = iter(strangest(rows, args.top))
         else:
@@ -112,21 +115,22 @@ def score_lines(
     lines: Iterable[str],
     *,
     records: bool,
+    end: str = "\n",
     refused: Callable[[int, str], None],
     advance: Advance = int,
 ) -> Iterator[Row]:
-    """The row of each line, in order; `characters` are those scored, with `records` the line break too.
+    """The row of each line, or record, in order; `characters` are those scored, with `records` the `end` too.
 
     A line that is not UTF-8 is left out, and so is one with unknown characters if the encoder refuses them. `refused`
     is called with its number, from 1, and the reason; `advance` with the number of bytes scored.
 
     Raises:
-        DataError: with `records`, the vocabulary has no line break.
+        DataError: with `records`, the vocabulary has no `end`.
     """
-    if records and "\n" not in encoder.tokenizer:
+    if records and end not in encoder.tokenizer:
         raise DataError("--records needs a model whose vocabulary includes the line break; this one does not")
     sums_of = fast_piece_sums(model)
-    encoded = encoded_lines(encoder, lines, encoder.tokenizer.encode("\n") if records else [], refused)
+    encoded = encoded_lines(encoder, lines, encoder.tokenizer.encode(end) if records else [], refused)
     while group := list(itertools.islice(encoded, LINES)):
         sizes = np.array([len(line.ids) for line in group], np.int64)
         counts, starts = (sizes - 1).clip(min=0), np.cumsum(sizes) - sizes

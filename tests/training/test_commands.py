@@ -449,7 +449,7 @@ def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output
         assert len(whole) == 30 and all(whole)
         assert all(len(name) == 3 for name in output_of(*sample, "[a-z]{3}", *way).splitlines())
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Exact copies of training lines" in page and str(tmp_path) not in page
+    assert "Exact copies of training records" in page and str(tmp_path) not in page
     command = ("sample", "--checkpoint", tmp_path / "out", "-n", 20, "--novel", "--unique")
     assert not {*output_of(*command, "--prompt", "\\n").splitlines()} & ((known | names) - {""})
     novel = output_of(*command).splitlines()

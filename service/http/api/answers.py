@@ -304,8 +304,8 @@ class TokenizerInfo(msgspec.Struct):
 
     tokenizer_class: Literal["CharTokenizer"]
     vocab_size: int
-    bos_token: Annotated[str | None, about("the meaning of an empty prompt: a line break, if in the vocabulary")]
-    eos_token: Annotated[str | None, about("the end of a text: a line break for a model of records")]
+    bos_token: Annotated[str | None, about("the meaning of an empty prompt: a line break, or the end of a record")]
+    eos_token: Annotated[str | None, about("the end of a record: a line break, or U+001E after several lines")]
     unk_token: Annotated[str | None, about("the unknown symbol, U+FFFD, if the vocabulary has no rare characters")]
     pad_token: None
 
@@ -334,7 +334,7 @@ class ServedModel(msgspec.Struct):
     checkpoint_sha256: str
     config: Annotated[dict[str, Any], about("hyperparameters of the network")]
     vocabulary: Annotated[str, about("every character; its index is its id")]
-    records: Annotated[bool, about("true: trained on records; a prompt begins a record, and a line break ends it")]
+    records: Annotated[bool, about("true: trained on records; a prompt begins a record, and the model ends it")]
     example_prompt: Annotated[str, about("a text to begin with; empty for records")]
     training: Annotated[dict[str, Any], about("training.json without paths: recipe, data and losses")]
 

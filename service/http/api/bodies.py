@@ -176,8 +176,8 @@ class GenerationRequest(ModelRequest):
 
     prompt: Text | List[Text] | List[Id] | List[List[Id]] = _field("", "ROMEO:")
     """text to continue, or a list of texts, or ids. An empty text means the beginning of a document: a line break that
-    is not part of the answer. For a model of records, a text is the beginning of one: a line break precedes it unseen,
-    and one ends the answer"""
+    is not part of the answer. For a model of records, a text is the beginning of one: the end of another precedes it
+    unseen, and the answer ends at its own. That is a line break, or U+001E if records have several lines"""
     truncate_prompt_tokens: int | None = _field(None, 500, ge=-1, le=MAX_ID)
     """use only the last this many characters of each prompt; -1: as many as are accepted"""
     suffix: Text | None = _field(None, "\n\nJULIET:")
@@ -193,7 +193,7 @@ class GenerationRequest(ModelRequest):
     """minimum number of characters: stops before this are ignored, and `regex` and `choice` match with at least so
     many"""
     ignore_eos: bool = _field(False, True)
-    """of a model of records: go on after the line break that ends one; no effect on other models, which have no
+    """of a model of records: go on after the end of one; no effect on other models, which have no
     end-of-text character"""
     n: int = _field(1, 2, ge=1, le=MAX_SEQUENCES)
     """answers per prompt; the server limits prompts × n"""

@@ -155,13 +155,13 @@ def check_ids(model: Model, ids: list[int], param: str, name: str | None = None)
 
 
 def begun(model: Model, ids: list[int], param: str) -> list[int]:
-    """Return a prompt as the model sees it. A model of records gets a line break first, if the prompt has none there.
+    """Return a prompt as the model sees it. A model of records gets the end of one first, if it is not there.
 
     An empty prompt means the beginning of a document, a line break. Raises ApiError: 400, the vocabulary has none.
     """
     end = model.record_end
-    if end is not None and ids and ids[0] != end:
-        return [end, *ids]
+    if end is not None:
+        return ids if ids[:1] == [end] else [end, *ids]
     if ids:
         return ids
     if "\n" not in model.tokenizer:

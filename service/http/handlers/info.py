@@ -71,8 +71,8 @@ def tokenizer_info(service: Service, request: Request) -> None:
     """Describe the tokenizer, as vLLM does."""
     model = service.find(dict(request.query_fields).get("model"))
     tokenizer = model.tokenizer
-    beginning = "\n" if "\n" in tokenizer else None
-    end = None if model.record_end is None else "\n"
+    end = model.record_end_character
+    beginning = end or ("\n" if "\n" in tokenizer else None)
     unknown = None if tokenizer.unknown_id is None else UNKNOWN
     _respond(request, s.TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, unknown, None))
 

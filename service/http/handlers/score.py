@@ -104,7 +104,7 @@ async def _encoded(
         await pause.if_due()
         if body.texts is None:
             ids = before + ids
-        elif end is not None:  # score each from its first character to its final line break
+        elif end is not None:  # score each from its first character to its end
             first, last = ids[:1], ids[-1:]
             ids = ids if first == before else before + ids
             ids = ids if last == before else ids + before
