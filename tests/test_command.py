@@ -67,7 +67,9 @@ def test_a_missing_extra_is_named_in_one_line(tmp_path, command, absent, extra):
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{absent!r}] = None")
     flags = [] if command == "serve" else ["--data", "x"] if command == "train" else ["--checkpoint", "x"]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-m", OURS, command, *flags], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-m", OURS, command, *flags], capture_output=True, text=True, env=environment
+    )
     assert (done.returncode, done.stdout) == (1, "")
     line = f"chargpt {command}: the module {absent} is not installed: {installing(extra)}\n"
     assert done.stderr == line
