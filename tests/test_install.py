@@ -124,8 +124,14 @@ def installed(source, tmp_path):
     (site,) = tmp_path.glob("venv/lib/python*/site-packages")
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
     # Beside a thread, a worker is not forked but spawned: a new process, which imports everything again.
-    thread = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    (site / "thread.pth").write_text(thread)
+    (site / "thread.pth").write_text("import thread_of_test")
+    (site / "thread_of_test.py").write_text(
+        "import signal, threading\n"
+        "def wait():\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # these are for the main thread\n"
+        "    threading.Event().wait()\n"
+        "threading.Thread(target=wait, daemon=True).start()\n"
+    )
     for library in (*ROOT.glob("service/engine/_native_*.so"), *ROOT.glob("training/_fused_*.so")):
         shutil.copy(library, site / library.relative_to(ROOT))  # compiling them takes minutes
     return tmp_path / "venv" / "bin" / "chargpt"
