@@ -215,7 +215,7 @@ async def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with
     assert "".join(text for text, _ in texts[0]) == "abba"
     assert [value for _, rows in texts[0] for value, _ in rows] == [-0.5, -0.25, -0.125, -9.0]
     with pytest.raises(ApiError, match="did not repeat the text") as diverged:
-        await tasks[1]
+        await asyncio.wait_for(tasks[1], 10)
     assert diverged.value.status == 500
     for _ in range(MAX_RUNS - 1):
         await peer.lose_worker()

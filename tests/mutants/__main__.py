@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 LIBRARIES = ("service/engine/_native_*.so", "training/_fused_*.so")
 # Bytecode is of the unchanged sources. Hypothesis draws the same examples each time. Threads: as in conftest.py.
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "CI": "true", "OMP_NUM_THREADS": "1"}
-HANG_SECONDS = 60  # of one test, which then fails; pytest-timeout ends it even where it does not return to Python
+HANG_SECONDS = 120  # of one test, which then fails; pytest-timeout ends it even where it does not return to Python
 PASSED, FAILED = 0, 1  # pytest's exit statuses; others are no verdict on a change
 
 

@@ -264,6 +264,8 @@ def test_sample_text_depends_on_its_seed_alone(checkpoint, output_of, error_of):
         assert records == [{"text": text, "seed": seed} for text, seed in zip(expected, (7, 8, 9), strict=True)]
         assert output_of(*command, *flags(**given)) == "\n\n".join(expected) + "\n"
     assert "min_p must be in [0, 1], got 2.0" in error_of("sample", "--checkpoint", checkpoint, "--min-p", 2)
+    last = ["--seed", 2**64 - 1, "--format", "jsonl"]  # the latter of two options counts
+    assert [it["seed"] for it in score(output_of(*command, *last))] == [2**64 - 1, 0, 1]
 
 
 def test_sample_unique_and_stop(checkpoint, output_of, error_of, capsys):

@@ -46,7 +46,7 @@ from training.evaluate import (
     whole_loss,
 )
 from training.loop import Run
-from training.recipe import SETTINGS, fitted
+from training.recipe import SETTINGS, fitted, regularization
 from training.run import DivergedError
 from training.state import ResumeError, Saved
 
@@ -629,6 +629,13 @@ def test_a_small_text_decides_what_was_not_set(tmp_path, changes, adaptable, exp
     expected = {name: value for name, value in expected.items() if value != getattr(config, name)}
     assert found == replace(config, **expected)
     assert changed == {name: value for name, value in expected.items() if name in adaptable}
+
+
+def test_regularization_rises_until_a_tenth_of_the_characters_that_need_none():
+    config = TrainConfig()
+    most, more, least = (regularization(config, length) for length in (100, 100_000, 10**7))
+    assert most == regularization(config, 1000) and most["dropout"] == 0.3
+    assert all(most[name] > more[name] > least[name] for name in most), (most, more, least)
 
 
 @pytest.mark.parametrize("preset", ["quick", "cpu", "gpu"])
