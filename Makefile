@@ -91,7 +91,7 @@ test-lowest: $(VENV)/.installed-test ## run some fast tests with the lowest vers
 	site=$$(echo $(LOWEST)/lib/python*/site-packages); \
 	  $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$$site/others.pth"
 	$(LOWEST)/bin/pip install --quiet --only-binary :all: --requirement $(LOWEST)/requirements.txt
-	PYTHONPATH=. $(LOWEST)/bin/python -m pytest -n 2 --dist loadgroup $(LOWEST_TESTS) $(ARGS)
+	PYTHONPATH=. $(LOWEST)/bin/python -m pytest -n 2 --dist loadfile $(LOWEST_TESTS) $(ARGS)
 
 # Python itself is not instrumented: the runtime is preloaded, with libstdc++, whose exceptions it intercepts. Python
 # leaves memory allocated at exit, and its own allocator would hide writes beyond the end of small buffers.
