@@ -26,8 +26,9 @@ NATIVE := service/engine/native.cpp training/fused.cpp
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train bundled native image lock sbom test test-native-sanitized test-slow test-tools mutants chaos \
-  chaos-train framing bench bench-quick bench-table bench-train bench-exact gpu-check load load-sweep rules lint clean
+.PHONY: help serve train bundled native image lock sbom test test-lowest test-native-sanitized test-slow test-tools \
+  mutants chaos chaos-train framing bench bench-quick bench-table bench-train bench-exact gpu-check load load-sweep rules \
+  lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -80,6 +81,17 @@ native: $(RUN) ## compile engine and training kernels again, whether or not thei
 # Bytecode is kept, as some 300 processes would compile the same sources.
 test: $(VENV)/.installed-test ## install test dependencies and run the suite; ARGS='-k model' selects tests
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Over the environment of the tests, whose torch and test tools stay.
+LOWEST := $(VENV)/lowest
+LOWEST_TESTS ?= tests/test_settings.py tests/http/test_api.py tests/observe/test_metrics.py tests/training/test_log.py
+test-lowest: $(VENV)/.installed-test ## run some fast tests with the lowest versions that pyproject.toml allows
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(BIN)/python -m tests.toolbox.lowest >$(LOWEST)/requirements.txt
+	site=$$(echo $(LOWEST)/lib/python*/site-packages); \
+	  $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$$site/others.pth"
+	$(LOWEST)/bin/pip install --quiet --only-binary :all: --requirement $(LOWEST)/requirements.txt
+	PYTHONPATH=. $(LOWEST)/bin/python -m pytest -n 2 --dist loadfile $(LOWEST_TESTS) $(ARGS)
 
 # Python itself is not instrumented: the runtime is preloaded, with libstdc++, whose exceptions it intercepts. Python
 # leaves memory allocated at exit, and its own allocator would hide writes beyond the end of small buffers.

@@ -1,4 +1,4 @@
-"""Serve a character-level GPT checkpoint over HTTP; INTERNALS.md beside this file follows a request through it.
+"""Serve a character-level GPT checkpoint over HTTP. INTERNALS.md in this folder follows a request through it.
 
 Imports: `model` needs torch, safetensors, numpy and msgspec; `engine` adds `wire` and `constrain`, and its worker.py
 LitServe; `http` never loads torch; `training` uses `model`, `engine` and `wire`; `service` never imports `training`.
@@ -7,8 +7,8 @@ tests/test_imports.py enforces it.
 
 
 def release(package: str = "chargpt") -> str:
-    """The version of an installed package; 0.0 of one that is not, as this program where it runs from its sources."""
-    from importlib import metadata  # which takes longer than the rest of this package
+    """Return the version of an installed package; 0.0 if it is not installed, such as this program run from source."""
+    from importlib import metadata  # imported here because it takes longer than this package
 
     try:
         return metadata.version(package)

@@ -320,8 +320,8 @@ class Settings(BaseSettings):
             return None
         if not re.fullmatch(r"https?://[^/@?#\s]+/[^?#\s]*", endpoint):
             raise ValueError("must be a full URL without user or query, such as http://localhost:4318/v1/traces")
-        module = "opentelemetry.exporter.otlp.proto.http"  # which needs the SDK
-        with contextlib.suppress(ModuleNotFoundError):  # of a parent package
+        module = "opentelemetry.exporter.otlp.proto.http"  # needs the SDK
+        with contextlib.suppress(ModuleNotFoundError):  # the parent package is missing
             if find_spec(module) is not None:
                 return endpoint
         raise ValueError(f"needs the extra tracing (module {module} not found): {installing('tracing')}")

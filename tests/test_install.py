@@ -1,21 +1,28 @@
 """Installation: which native libraries a build makes, and what it does without a compiler."""
 
 import ctypes
+import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
 import setup
 from tests.toolbox import needs
+from tests.toolbox.launch import Program, free_port
 
 pytestmark = pytest.mark.tools
 ROOT = Path(__file__).parents[1]
+MACHINE = platform.machine()
 SMALL = 'extern "C" __attribute__((visibility("default"))) int chargpt_abi(void) { return 7; }\n'
 ALL = {f"_{stem}_{variant}.so" for stem in ("native", "fused") for variant in setup.VARIANTS}
 
@@ -64,7 +71,7 @@ def libraries(folder):
 def test_a_wheel_contains_the_libraries_and_the_page(source, tmp_path):
     pip(source, "wheel", "--wheel-dir", str(tmp_path), ".")
     (wheel,) = tmp_path.glob("*.whl")
-    assert not wheel.name.endswith("-any.whl"), "libraries of one platform in a wheel for all"
+    assert re.fullmatch(rf"chargpt-.*-py3-none-(many)?linux_.*{MACHINE}\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "wheel")
     found = libraries(tmp_path / "wheel")
@@ -74,6 +81,94 @@ def test_a_wheel_contains_the_libraries_and_the_page(source, tmp_path):
     assert {path.name for path in (tmp_path / "wheel" / page).iterdir()} == {it.name for it in (ROOT / page).iterdir()}
     for path in found.values():
         assert ctypes.CDLL(str(path)).chargpt_abi() == 7
+
+
+@pytest.mark.needs("compiler")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="manylinux is for glibc")
+def test_the_tag_of_a_wheel_names_the_oldest_glibc_that_has_its_symbols(tmp_path):
+    """objdump lists the symbols; the table of libstdc++ is auditwheel's. A newer glibc than this one's: no such tag."""
+    libraries = [*ROOT.glob("service/engine/_native_*.so"), *ROOT.glob("training/_fused_*.so")]
+    listed = subprocess.run(["objdump", "-T", *libraries], check=True, text=True, stdout=subprocess.PIPE).stdout
+    glibc = max(int(minor) for minor in re.findall(r"\(GLIBC_2\.(\d+)", listed))
+    libstdcxx = max(int(minor) for minor in re.findall(r"\(GLIBCXX_3\.4\.(\d+)", listed))
+    needed = max(glibc, min(its for minor, its in setup.LIBSTDCXX.items() if minor >= libstdcxx))
+    ours = int(platform.libc_ver()[1].split(".")[1])
+    expected = f"manylinux_2_{needed}_{MACHINE}" if needed <= ours else f"linux_{MACHINE}"
+    assert setup.manylinux(f"linux_{MACHINE}", libraries) == expected
+    for symbol in (f"GLIBC_2.{ours + 1}", f"GLIBCXX_3.4.{max(setup.LIBSTDCXX) + 1}"):
+        (tmp_path / "newer.so").write_bytes(f"\0{symbol}\0".encode())
+        assert setup.manylinux("linux_riscv64", [*libraries, tmp_path / "newer.so"]) == "linux_riscv64"
+    for other in ("any", "macosx_14_0_arm64"):
+        assert setup.manylinux(other, []) == other
+
+
+@pytest.mark.needs("compiler", "qemu")
+def test_a_cross_compiler_builds_the_wheel_of_its_machine(source, tmp_path):
+    machine = {"CXX": "aarch64-linux-gnu-g++", "_PYTHON_HOST_PLATFORM": "linux-aarch64"}
+    pip(source, "wheel", "--wheel-dir", str(tmp_path), ".", **machine)
+    (wheel,) = tmp_path.glob("chargpt-*-py3-none-manylinux_2_*_aarch64.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        found = {Path(name).name: archive.read(name) for name in archive.namelist() if name.endswith(".so")}
+    assert set(found) == {"_native_base.so", "_fused_base.so"}
+    for content in found.values():
+        assert int.from_bytes(content[18:20], "little") == 183  # ELF's number for AArch64
+
+
+@pytest.fixture
+def installed(source, tmp_path):
+    """The command chargpt: a wheel in an environment of its own, which also has the packages of this one."""
+    pip(source, "wheel", "--wheel-dir", str(tmp_path), ".", PATH="/nonexistent")
+    (wheel,) = tmp_path.glob("*.whl")
+    run(tmp_path, "-m", "venv", "--without-pip", "venv")
+    pip(tmp_path, "install", str(wheel), PIP_PYTHON=str(tmp_path / "venv" / "bin" / "python"))
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    # Beside a thread, a worker is not forked but spawned: a new process, which imports everything again.
+    (site / "thread.pth").write_text("import thread_of_test")
+    (site / "thread_of_test.py").write_text(
+        "import signal, threading\n"
+        "def wait():\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # these are for the main thread\n"
+        "    threading.Event().wait()\n"
+        "threading.Thread(target=wait, daemon=True).start()\n"
+    )
+    for library in (*ROOT.glob("service/engine/_native_*.so"), *ROOT.glob("training/_fused_*.so")):
+        shutil.copy(library, site / library.relative_to(ROOT))  # compiling them takes minutes
+    return tmp_path / "venv" / "bin" / "chargpt"
+
+
+def test_the_command_depends_on_nothing_in_the_current_folder(installed, tmp_path, monkeypatch):
+    """Not on packages named like its own, not even if PYTHONPATH names that folder by an empty entry. In processes that
+    multiprocessing starts, not on a module named like one of Python's.
+    """
+    folder = tmp_path / "mine"
+    for name in ("service/__init__", "training/__init__", "service", "training", "socket", "tempfile"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the current folder was imported')")
+    (folder / "my.txt").write_text("the cat sat on the mat\n" * 400)
+    monkeypatch.chdir(folder)
+    shape = "--n-layer 1 --n-head 2 --n-embd 8 --block-size 16 --batch-size 4 --steps 3".split()
+
+    def chargpt(*arguments):
+        return subprocess.run([installed, *arguments], check=True, text=True, stdout=subprocess.PIPE).stdout
+
+    for path in (None, ":/nonexistent"):
+        if path:
+            monkeypatch.setenv("PYTHONPATH", path)
+            for name in ("socket.py", "tempfile.py"):  # Python itself prefers these to its own then
+                Path(name).unlink()
+        else:
+            monkeypatch.delenv("PYTHONPATH", raising=False)
+        assert chargpt("--help").startswith("usage: chargpt COMMAND")
+        chargpt("train", "--data", "my.txt", "--out", "run", "--overwrite", *shape)
+        assert chargpt("sample", "--checkpoint", "run", "--max-tokens", "20")
+        port = free_port()
+        flags = ["--checkpoint", "run/best", "--port", port, "--http-processes", "2", "--log-format", "text"]
+        with Program([installed, "serve", *flags], port, "/readyz") as server:
+            server.wait_until_ready()
+            asked = Request(f"{server.url}/generate", b'{"prompt": "the", "max_tokens": 5}')
+            with urlopen(asked, timeout=30) as answer:
+                assert json.load(answer)["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_source_distribution_contains_the_source(source, tmp_path):

@@ -19,16 +19,19 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from service import release
 from training.config import (
+    COLUMN_HELP,
     DATA_HELP,
     EXCLUDE_HELP,
     GLOB_HELP,
     MAX_CANDIDATES,
     MIN_COUNT_HELP,
     PRESETS,
+    RECORDS_HELP,
     Device,
     TrainConfig,
 )
-from training.messages import Refusal, made_by, program
+from training.messages import Refusal, made_by, program, unescaped
+from training.records import LINES
 
 ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
 HELP_ALL = "--help-all"
@@ -57,7 +60,10 @@ class Parser(argparse.ArgumentParser):
             parser: argparse.ArgumentParser = parsed.parser
             flags = [flag for action in parser._actions for flag in action.option_strings]
             close = difflib.get_close_matches(unknown[0], flags, n=1)
-            parser.error(f"unknown argument {unknown[0]}" + (f"; did you mean {close[0]}?" if close else ""))
+            hint = f"; did you mean {close[0]}?" if close else ""
+            if not close and getattr(parsed, "records", None) == LINES:
+                hint = f"; as what separates records it is --records={unknown[0]}"
+            parser.error(f"unknown argument {unknown[0]}{hint}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -93,7 +99,9 @@ def build_parser(show_all: bool = False) -> Parser:
     add_model_flags(p)
     add_sampling_flags(p, n=1, max_tokens=500)
     p.add_argument(
-        "--prompt", help=rf"text to continue (default: a line break, or the first character); {ESCAPES}", metavar="TEXT"
+        "--prompt",
+        help=rf"text to continue (default: a line break, or the first character); {ESCAPES}",
+        metavar="TEXT",
     )
     p.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
     p.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest characters; 0: all")
@@ -105,7 +113,7 @@ def build_parser(show_all: bool = False) -> Parser:
         p.add_argument(flag, type=float, default=default, help=f"sample from {characters}")
     p.add_argument(
         "--stop", action="append", default=[], metavar="TEXT",
-        help=rf"end a text before this string; repeatable (default for records: a line break); {ESCAPES}",
+        help=rf"end a text before this string; repeatable (default for records: their end); {ESCAPES}",
     )  # fmt: skip
     p.add_argument("--stop-regex", metavar="REGEX", help="end a text before the first match of this regular expression")
     p.add_argument("--regex", help="what follows the prompt matches this regular expression as a whole")
@@ -121,9 +129,9 @@ def build_parser(show_all: bool = False) -> Parser:
     p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file")
     p.add_argument(
         "--records", action=argparse.BooleanOptionalAction,
-        help="score each line from the line break before it to its own, as a record is trained on; else the first "
-        "character of a line is not scored, and the line break is no part of it (default: as the model was trained, "
-        "and as texts of /v1/score)",
+        help="score each record from the end of the one before to its own, as it is trained on; else score lines, "
+        "whose first character is not scored, and whose line break is no part of them (default: as the model was "
+        "trained, and as texts of /v1/score)",
     )  # fmt: skip
     p.add_argument("--top", type=int, metavar="N", help="print the N strangest lines, by falling bits per character")
     p.add_argument("--sort", action="store_true", help="print all lines, the strangest first")
@@ -151,7 +159,7 @@ def build_parser(show_all: bool = False) -> Parser:
 
     p = command("prepare", "encode a text into the cache; train does this too", "data", is_common=False)
     add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
-    p.add_argument("--records", action="store_true", help="each line is a record; one in ten, at random, validates")
+    add_records_flags(p)
     p.add_argument("--min-count", type=int, default=1, metavar="INT", help=MIN_COUNT_HELP)
 
     p = command("lecture", "show how it works, from a table of bigrams to attention, on a text", is_common=False)
@@ -183,6 +191,10 @@ def add_config_flags(parser: argparse.ArgumentParser, show_all: bool) -> None:
     """One flag per field of TrainConfig; a flag that is not given is absent from the namespace."""
     hints = get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
+        if field.name == "records":
+            add_records_flags(parser, default=argparse.SUPPRESS)
+        if field.name in ("records", "column"):
+            continue
         kind = hints[field.name]
         options: dict[str, Any] = {"default": argparse.SUPPRESS}
         if kind is bool:
@@ -200,6 +212,23 @@ def add_config_flags(parser: argparse.ArgumentParser, show_all: bool) -> None:
         is_shown = show_all or field.metadata["is_common"]
         options["help"] = f"{field.metadata['help']} ({default})" if is_shown else argparse.SUPPRESS
         parser.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+def add_records_flags(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    def separator(text: str) -> str:
+        if not text:
+            raise argparse.ArgumentTypeError("must not be empty")
+        return unescaped(text)
+
+    parser.add_argument(
+        "--records", nargs="?", type=separator, const=LINES, default=default, metavar="SEPARATOR",
+        help=f"{RECORDS_HELP}; {ESCAPES} (default none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-records", dest="records", action="store_const", const="", default=default,
+        help="learn a text, also if --init-from learned records",
+    )  # fmt: skip
+    parser.add_argument("--column", default=default, metavar="NAME", help=f"{COLUMN_HELP} (default none)")
 
 
 def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:

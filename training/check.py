@@ -1,4 +1,4 @@
-"""What is said of a text before a run, in at most five lines: what would make a training disappoint.
+"""What is said of a text before a run, in at most six lines: what would make a training disappoint.
 
 Looks at the first AT_MOST characters of each split for all but symbols, so that a text may be larger than memory.
 """
@@ -11,10 +11,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from service.model.tokenizer import RECORD_SEPARATOR
 from training.config import TrainConfig
-from training.data import Corpus, rare_characters
+from training.data import Corpus, rare_characters, record_pieces
 from training.examination import NGRAM, copied_share
 from training.messages import plural
+from training.records import BLANK, blocks
 
 AT_MOST = 1 << 22  # characters
 MANY_PARAMETERS = 10  # per character of the training split: such a model memorizes in few epochs
@@ -26,6 +28,7 @@ VAL_CHARACTERS = 1 << 16  # of the validation split that are looked for in the t
 MUCH = 0.05  # of duplicates, or of the validation split that is known from training
 TABLE_SHARE = 0.95  # of the lines of a table have as many columns
 AT_MOST_LINES = 1000  # by which a table is recognized
+MIN_BLOCKS, ALIKE = 10, 2  # groups of lines, and the characters that most begin with
 SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20  # of a list that should have been read with --records
 
 
@@ -58,6 +61,8 @@ def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iter
         ordered = sum(a <= b for a, b in pairwise(lines))
         if found := _table_format(lines[:AT_MOST_LINES]):
             yield found
+        elif found := _blocks(decode(train)):
+            yield found
         elif len(lines) >= MIN_LINES and max(map(len, lines)) <= SHORT_LINE and ordered >= SORTED_SHARE * len(lines):
             yield "sorted: the lines are in order, and the last tenth validates; --records shuffles lines of a list"
         if (share := copied_share(val[:VAL_CHARACTERS], train)) > MUCH:
@@ -66,7 +71,14 @@ def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iter
                 "validation loss will look better than the model is"
             )
         return
-    records, held_out = (decode(split)[1:-1].split("\n") for split in (train, val))
+    lengths = record_pieces(corpus.train, len(corpus.train))[1]
+    if num_cut := int((lengths > config.block_size).sum()):
+        yield (
+            f"cut: {plural(num_cut, 'record')} of {len(lengths):,} to train on have more than --block-size "
+            f"{config.block_size} characters with their ends and are learned in pieces; the longest has "
+            f"{plural(int(lengths.max()), 'character')}"
+        )
+    records, held_out = map(corpus.texts_of, (train, val))
     repeated = Counter(records)
     if found := _table_format(records[:AT_MOST_LINES]):
         yield found
@@ -82,6 +94,21 @@ def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iter
             f"overlap: {plural(known, 'record')} of {len(held_out):,} to validate are also trained on{where}: the "
             "validation loss will look better than the model is"
         )
+
+
+def _blocks(text: str) -> str | None:
+    """What to say of a text whose blank lines separate blocks of several lines that begin alike."""
+    found = [block for block in "".join(blocks([text], BLANK, "")).split(RECORD_SEPARATOR) if block]
+    if len(found) < MIN_BLOCKS or text.count("\n") < 3 * len(found):
+        return None
+    beginnings = Counter(block[:ALIKE] for block in found if not block[:1].isspace())
+    ((beginning, times),) = beginnings.most_common(1) or [("", 0)]
+    if times <= len(found) / 2:
+        return None
+    return (
+        f"blocks: {times / len(found):.0%} of the {len(found):,} groups of lines between blank lines begin with "
+        f"{beginning!r}; --records blank learns each as a record"
+    )
 
 
 def _large_vocabulary(corpus: Corpus, config: TrainConfig, num_parameters: int) -> str | None:

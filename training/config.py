@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from service import installing
 from service.model.config import BOUNDS, GPTConfig
 from training.messages import Refusal
+from training.records import LINES
 
 
 class ConfigError(Refusal):
@@ -36,6 +37,11 @@ MAX_CANDIDATES = 10_000  # of sample --exact, for a text, on average
 DATA_HELP = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
 GLOB_HELP = "of a folder, take only the files whose names match one of these: '*.py' 'docs/*.md'"
 MIN_COUNT_HELP = "characters that occur fewer times become one unknown symbol, U+FFFD; the line break never does"
+RECORDS_HELP = (
+    "learn records (names, SMILES, games, tunes), of which one in ten, at random, validates. SEPARATOR is lines (also "
+    "if left out), blank (blank lines) or a mark between them; one that begins with - is given as --records=-"
+)
+COLUMN_HELP = "the cells of this column are the records: of .csv, .tsv and .jsonl files"
 EXCLUDE_HELP = "of a folder, leave out the files whose names match one of these"
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -60,7 +66,8 @@ class TrainConfig:
     data: tuple[str, ...] = option(("tinyshakespeare",), DATA_HELP)
     glob: tuple[str, ...] = option((), GLOB_HELP)
     exclude: tuple[str, ...] = option((), EXCLUDE_HELP)
-    records: bool = option(False, "each line is a record (a name, a SMILES, a game); one in ten, at random, validates")
+    records: str = option("", RECORDS_HELP)
+    column: str | None = option(None, COLUMN_HELP)
     min_count: int = option(1, MIN_COUNT_HELP, COUNT_OR_NONE)
     seed: int = option(1337, "seed of the initial weights, the window order and dropout", (0, 2**63 - 1))
 
@@ -150,6 +157,14 @@ class TrainConfig:
         for name in ("data", "glob", "exclude", "teachers"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        if isinstance(self.records, bool):  # of versions that knew lines alone
+            object.__setattr__(self, "records", LINES if self.records else "")
+        if self.column is not None:
+            if self.records not in ("", LINES):
+                raise ConfigError(
+                    f"records must be {LINES} with column, whose cells are the records, got {self.records!r}"
+                )
+            object.__setattr__(self, "records", LINES)
         for each in fields(self):
             value, bounds = getattr(self, each.name), each.metadata["bounds"]
             if bounds and not (bounds[0] <= value <= bounds[1] and (bounds is not FRACTION or value < 1)):

@@ -29,9 +29,11 @@ from typing import Any
 import numpy as np
 
 from service.model.ngrams import NGrams
-from service.model.tokenizer import UNKNOWN, CharTokenizer, UnknownCharacterError
+from service.model.tokenizer import RECORD_SEPARATOR, UNKNOWN, CharTokenizer, UnknownCharacterError
 from training.folders import replacing_folder
-from training.messages import Refusal, plural
+from training.messages import plural
+from training.records import BLANK, LINES, MAX_SHOWN, blocks, cells, is_table
+from training.records import DataError as DataError
 
 FORMAT_VERSION = 4
 CHUNK_BYTES = 1 << 22
@@ -49,6 +51,7 @@ PACKED = {b"\xfd7zXZ\0": "xz -dk", b"BZh": "bunzip2 -k", b"PK\3\4": "unzip", b"\
 MAX_LISTED = 5  # binary files that are named
 EXAMPLE_CHARACTERS = 16
 EXAMPLE_OF_CHARACTERS = 1 << 20  # that are looked at for it
+MIN_BLANK_LINES = 20  # left out of a list that may be one of blocks
 MIN_CHARACTERS = 20  # leaves the validation split one character to predict
 
 TINYSHAKESPEARE = "tinyshakespeare"
@@ -59,7 +62,9 @@ TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca5
 def command(args: argparse.Namespace) -> None:
     """`prepare`."""
     glob, exclude = args.glob or (), args.exclude or ()
-    corpus = prepare(args.data, records=args.records, glob=glob, exclude=exclude, min_count=args.min_count)
+    corpus = prepare(
+        args.data, records=args.records, column=args.column, glob=glob, exclude=exclude, min_count=args.min_count
+    )
     print(
         f"{corpus.name}: {plural(len(corpus.ids), 'character')}, {plural(corpus.symbols, 'symbol')}; "
         f"{len(corpus.train):,} for training, {len(corpus.val):,} for validation\n"
@@ -67,10 +72,6 @@ def command(args: argparse.Namespace) -> None:
         *corpus.notes,
         sep="\n",
     )
-
-
-class DataError(Refusal):
-    """A text that cannot be found, read or trained on; the message says why and what to do."""
 
 
 def cache_dir() -> Path:
@@ -213,13 +214,16 @@ class Corpus:
     """An encoded text, memory-mapped."""
 
     name: str
-    sha256: str  # of the text in UTF-8, uncompressed
+    sha256: str  # of the text in UTF-8, uncompressed; of a column, of its cells with U+001E after each
     tokenizer: CharTokenizer  # the text's own characters, sorted, or a vocabulary that includes them
     symbols: int  # number of distinct characters of the text; the unknown symbol is one
     ids: np.ndarray  # (characters,) uint8, uint16 or uint32: the training split, then the validation split
     num_train: int
     records: int | None  # number of records; None: the text is not split into records
     notes: tuple[str, ...] = ()  # what of the files was not taken as it is, for the user to see
+    record_end: str | None = None  # the character that precedes each record and ends it
+    separator: str = ""  # of records: LINES, BLANK or a mark
+    column: str | None = None  # whose cells they are
     replaced: tuple[int, int] = (0, 0)  # distinct characters, and occurrences, that became the unknown symbol
 
     @property
@@ -275,8 +279,14 @@ class Corpus:
             "val_characters": len(self.val),
             "records": self.records,
             "split": RECORDS_ORDER if self.records is not None else None,
+            **({} if self.record_end in (None, "\n") else {"record_end": self.record_end}),
             **({"replaced": {"symbols": characters, "characters": occurrences}} if characters else {}),
         }
+
+    def texts_of(self, split: np.ndarray) -> list[str]:
+        """The records of a split, without what ends them."""
+        assert self.record_end is not None
+        return self.tokenizer.decode_array(split)[1:].removesuffix(self.record_end).split(self.record_end)
 
     def counts(self) -> np.ndarray:
         """How often each id occurs: (vocab_size,) int64."""
@@ -289,7 +299,8 @@ class Corpus:
 def prepare(
     data: str | Sequence[str],
     *,
-    records: bool = False,
+    records: str | bool = "",
+    column: str | None = None,
     glob: Sequence[str] = (),
     exclude: Sequence[str] = (),
     min_count: int = 1,
@@ -298,27 +309,32 @@ def prepare(
 
     Characters that occur fewer than `min_count` times become the unknown symbol, except for line breaks.
 
-    With `records`, each line that is not empty is a record that ends with its line break. They are shuffled, always
-    alike, and one in VAL_EVERY goes to the validation split: files are often sorted. Each split begins with a line
-    break, so that every record follows one.
+    records: what separates records: LINES (or True), BLANK lines or a mark; "" (or False): the text is not split. Empty
+    records are left out. They are shuffled, always alike, and one in VAL_EVERY goes to the validation split: files are
+    often sorted. A record ends with its line break, or with U+001E if it is no line. Each split begins with that
+    character too, so that every record follows one.
+    column: the files are tables, and the cells of this column are the records. They end with U+001E if one of them has
+    several lines.
 
     Raises:
-        DataError: a file is missing or not UTF-8, or the text is too short or has too many distinct characters, or
-            `min_count` leaves fewer than two.
+        DataError: a file is missing, not UTF-8 or not such a table, or the text is too short or has too many distinct
+            characters, or nothing separates its records, or `min_count` leaves fewer than two characters.
     """
     if min_count < 0:
         raise DataError(f"--min-count must be at least 0, got {min_count}")
+    separator = LINES if records is True or (column is not None and not records) else records or ""
     notes: set[str] = set()
     files = find_texts([data] if isinstance(data, str) else data, glob, exclude, notes)
     name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     digest = hashlib.sha256()
-    for text in read_text(files, notes):
+    for text in source_text(files, column, notes):
         digest.update(text.encode())
     sha256 = digest.hexdigest()
-    folder = _cache_folder(sha256, records)
+    folder = _cache_folder(sha256, separator, column)
     if not folder.is_dir():
         seen, count = np.zeros(0x110000, dtype=bool), 0  # code points
-        for text in read_text(files):
+        end = "\n" if separator == LINES and column is None else RECORD_SEPARATOR
+        for text in split_text(source_text(files, column), separator, column, end, name):
             seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
             count += len(text)
         characters = [chr(code) for code in np.flatnonzero(seen)]
@@ -329,27 +345,31 @@ def prepare(
             raise DataError(f"{name} has {plural(count, 'character')}; a text needs at least {MIN_CHARACTERS}")
         if len(characters) > MAX_SYMBOLS:
             raise DataError(f"{name} has {len(characters):,} distinct characters; at most {MAX_SYMBOLS:,} are allowed")
-        if records:
-            characters = sorted({*characters, "\n"})
+        if column is not None and "\n" not in characters:
+            end = "\n"
+            characters.remove(RECORD_SEPARATOR)
+        if separator:
+            characters = sorted({*characters, end})
         with _writing_cache():
-            _encode(files, CharTokenizer(characters), sha256, folder, records)
+            _encode(files, CharTokenizer(characters), sha256, folder, separator, column, end, name)
     about = json.loads((folder / "corpus.json").read_bytes())
     tokenizer = CharTokenizer(about["characters"])
     ids = np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer.vocab_size), mode="r")
     corpus = Corpus(
         name, sha256, tokenizer, tokenizer.vocab_size, ids,
         num_train=about["num_train"], records=about["records"], notes=(*sorted(notes), *about["notes"]),
+        record_end=about.get("record_end", "\n") if separator else None, separator=separator, column=column,
     )  # fmt: skip
     return corpus if min_count <= 1 else _without_rare(corpus, min_count)
 
 
 def rare_characters(corpus: Corpus, min_count: int) -> set[str]:
-    """Those that occur fewer than `min_count` times; the line break and U+FFFD are none of them."""
+    """Those that occur fewer than `min_count` times; line breaks, ends of records and U+FFFD are none of them."""
     if min_count <= 1:
         return set()
     counts = corpus.counts()
     characters = corpus.tokenizer.characters
-    return {characters[id] for id in np.flatnonzero(counts < min_count)} - {"\n", UNKNOWN}
+    return {characters[id] for id in np.flatnonzero(counts < min_count)} - {"\n", UNKNOWN, corpus.record_end}
 
 
 def _without_rare(corpus: Corpus, min_count: int) -> Corpus:
@@ -362,7 +382,7 @@ def _without_rare(corpus: Corpus, min_count: int) -> Corpus:
     kept = characters - rare_characters(corpus, min_count)
     if len(kept - {UNKNOWN}) < 2:
         counts = dict(zip(corpus.tokenizer.characters, corpus.counts().tolist(), strict=True))
-        counts |= {UNKNOWN: 1, "\n": len(corpus.ids)} if "\n" in counts else {UNKNOWN: 1}
+        counts |= {UNKNOWN: 1} | {c: len(corpus.ids) for c in ("\n", corpus.record_end or "\n") if c in counts}
         most = sorted(counts.values())[-2]
         raise DataError(
             f"--min-count {min_count:,} leaves {len(kept - {UNKNOWN})} of the {len(characters):,} distinct characters "
@@ -421,7 +441,7 @@ def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
         )
         corpus = replace(corpus, replaced=(sum(lacking), occurrences), notes=(*corpus.notes, note))
     table = encode_array(tokenizer, "".join(corpus.tokenizer.characters), replaces=True).astype(dtype)
-    folder = _cache_folder(corpus.sha256, corpus.records is not None, tokenizer)
+    folder = _cache_folder(corpus.sha256, corpus.separator, corpus.column, tokenizer)
     if not folder.is_dir():
         with _writing_cache(), replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
             for start in range(0, len(corpus.ids), CHUNK_BYTES):
@@ -440,9 +460,13 @@ def _writing_cache() -> Iterator[None]:
         ) from None
 
 
-def _cache_folder(sha256: str, records: bool, tokenizer: CharTokenizer | None = None) -> Path:
+def _cache_folder(sha256: str, separator: str, column: str | None, tokenizer: CharTokenizer | None = None) -> Path:
     """`tokenizer`: the vocabulary, if it is not the text's own."""
-    name = f"{sha256}-v{FORMAT_VERSION}{'-records' if records else ''}"
+    name = f"{sha256}-v{FORMAT_VERSION}{'-records' if separator else ''}"
+    if column is not None:
+        name += "-column"  # whose text has the hash
+    elif separator not in ("", LINES):
+        name += f"-{hashlib.sha256(separator.encode()).hexdigest()[:16]}"
     if tokenizer:
         name += f"-{hashlib.sha256(''.join(tokenizer.characters).encode()).hexdigest()[:16]}"
     return cache_dir() / "corpora" / name
@@ -532,54 +556,134 @@ def _read_bytes(file: Path, size: int = 0) -> Iterator[bytes]:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
+def source_text(files: Sequence[Path], column: str | None, notes: set[str] | None = None) -> Iterator[str]:
+    """The text that is hashed: of the concatenated files, or the cells of a column as `records.cells` gives them."""
+    if column is None:
+        yield from read_text(files, notes)
+        return
+    for file in files:
+        yield from cells(file, _lines(read_text([file], notes)), column)
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """With their line breaks."""
+    rest = ""
+    for text in texts:
+        *lines, rest = (rest + text).split("\n")
+        yield from (f"{line}\n" for line in lines)
+    if rest:
+        yield rest
+
+
+def split_text(texts: Iterable[str], separator: str, column: str | None, end: str, name: str) -> Iterable[str]:
+    """What is encoded of a text, or of the cells of a column: `end` follows each record; several mean empty records.
+
+    Raises:
+        DataError: as `blocks`.
+    """
+    if column is None and separator not in ("", LINES):
+        return blocks(texts, separator, name)
+    given = "\n" if column is None else RECORD_SEPARATOR
+    return texts if not separator or given == end else (text.replace(given, end) for text in texts)
+
+
+def read_records(file: Path, separator: str, column: str | None) -> Iterator[str]:
+    """The records of a file, in order; as `read_lines` if they are lines.
+
+    column: of a table; other files are split by the separator.
+
+    Raises:
+        DataError: as `read_text`, `blocks` and `cells`.
+    """
+    if column is not None and is_table(file):
+        texts = source_text([file], column)
+    elif separator in ("", LINES):
+        yield from read_lines(file)
+        return
+    else:
+        texts = blocks(read_text([file], errors="surrogateescape"), separator, file.name)
+    rest = ""
+    for text in texts:
+        *records, rest = (rest + text).split(RECORD_SEPARATOR)
+        yield from filter(None, records)
+
+
 def read_lines(file: Path) -> Iterator[str]:
     """The lines of a text, without their line breaks. Bytes that are not UTF-8 become lone surrogates.
 
     Raises:
         DataError: the file cannot be read.
     """
-    rest = ""
-    for text in read_text([file], errors="surrogateescape"):
-        *lines, rest = (rest + text).split("\n")
-        yield from lines
-    if rest:
-        yield rest
+    for line in _lines(read_text([file], errors="surrogateescape")):
+        yield line.removesuffix("\n")
 
 
-def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder: Path, records: bool) -> None:
+def _encode(
+    files: Sequence[Path],
+    tokenizer: CharTokenizer,
+    sha256: str,
+    folder: Path,
+    separator: str,
+    column: str | None,
+    end: str,
+    name: str,
+) -> None:
     dtype = id_dtype(tokenizer.vocab_size)
     digest = hashlib.sha256()
-    break_id = tokenizer.encode("\n")[0] if records else -1
+
+    def digested() -> Iterator[str]:
+        for text in source_text(files, column):
+            digest.update(text.encode())
+            yield text
+
+    end_id = tokenizer.encode(end)[0] if separator else -1
     with replacing_folder(folder) as new:
-        lasts, num_blank = break_id, 0
+        lasts, num_blank = end_id, 0
         with open(new / "ids.bin", "wb") as file:
-            for text in read_text(files):
-                digest.update(text.encode())
+            for text in split_text(digested(), separator, column, end, name):
                 ids = encode_array(tokenizer, text).astype(dtype)
-                if records:
-                    is_break = ids == break_id
-                    is_blank = is_break & np.concatenate(([lasts == break_id], is_break[:-1]))
+                if separator and len(ids):
+                    is_end = ids == end_id
+                    is_blank = is_end & np.concatenate(([lasts == end_id], is_end[:-1]))
                     lasts, num_blank = int(ids[-1]), num_blank + int(is_blank.sum())
                     ids = ids[~is_blank]
                 file.write(ids.tobytes())
-            if records and lasts != break_id:  # the last record needs its line break too
-                file.write(np.array([break_id], dtype).tobytes())
+            if separator and lasts != end_id:  # the last record needs its line break too
+                file.write(np.array([end_id], dtype).tobytes())
             count = file.tell() // dtype.itemsize
         if digest.hexdigest() != sha256:
             raise DataError(f"{files[0]} or another file changed while being read; try again")
         num_train, num_records = int(count * TRAIN_SHARE), None
-        if records:
-            num_train, num_records = _shuffle_records(new / "ids.bin", dtype, break_id, files[0])
+        if separator:
+            if separator != LINES:
+                _refuse_undivided(new / "ids.bin", tokenizer, end_id, separator, name)
+            num_train, num_records = _shuffle_records(new / "ids.bin", dtype, end_id, files[0])
+        kind = "empty cell" if column is not None else "empty line" if separator == LINES else "empty record"
+        note = f"{plural(num_blank, kind)} left out"
+        if kind == "empty line" and MIN_BLANK_LINES <= num_blank and 2 * num_blank <= (num_records or 0):
+            note += "; if they separate records of several lines, pass --records blank"
         about = {
             "characters": tokenizer.characters,
             "num_train": num_train,
             "records": num_records,
-            "notes": [f"{plural(num_blank, 'empty line')} left out"] if num_blank else [],
+            "record_end": end if separator else None,
+            "notes": [note] if num_blank else [],
         }
         (new / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def _shuffle_records(path: Path, dtype: np.dtype[Any], break_id: int, name: Path) -> tuple[int, int]:
+def _refuse_undivided(path: Path, tokenizer: CharTokenizer, end_id: int, separator: str, name: str) -> None:
+    """Raises DataError: nothing in the text separates records."""
+    ids = np.memmap(path, dtype=id_dtype(tokenizer.vocab_size), mode="r")
+    if len(_places_of(ids, end_id)) > 1:
+        return
+    first = tokenizer.decode_array(ids[:EXAMPLE_OF_CHARACTERS]).split("\n")[:MAX_SHOWN]
+    shown = "".join(f"\n  {line[:100].rstrip(RECORD_SEPARATOR)}" for line in first)
+    what = "blank line" if separator == BLANK else repr(separator)
+    raise DataError(f"{name} has a single record: --records found no {what} between two. It begins:{shown}")
+
+
+def _shuffle_records(path: Path, dtype: np.dtype[Any], end_id: int, name: Path) -> tuple[int, int]:
     """Shuffle the records of a file of ids; the last part of them, one in VAL_EVERY, becomes the validation split.
 
     Takes about 50 bytes of memory per record. Returns the length of the training split, and the number of records.
@@ -588,7 +692,7 @@ def _shuffle_records(path: Path, dtype: np.dtype[Any], break_id: int, name: Path
         DataError: there are fewer than VAL_EVERY.
     """
     ids = np.memmap(path, dtype=dtype, mode="r")
-    ends = _places_of(ids, break_id) + 1
+    ends = _places_of(ids, end_id) + 1
     if len(ends) < VAL_EVERY:
         raise DataError(f"{name} has {plural(len(ends), 'record')}; --records needs at least {VAL_EVERY}")
     starts = np.concatenate(([0], ends[:-1]))
@@ -597,7 +701,7 @@ def _shuffle_records(path: Path, dtype: np.dtype[Any], break_id: int, name: Path
     shuffled = path.with_name("shuffled.bin")
     with open(shuffled, "wb") as file:
         for split in (order[:num_train], order[num_train:]):
-            file.write(np.array([break_id], dtype).tobytes())
+            file.write(np.array([end_id], dtype).tobytes())
             for record in split:
                 file.write(ids[starts[record] : ends[record]].tobytes())
     shuffled.replace(path)
@@ -654,7 +758,7 @@ def sampler_of(corpus: Corpus, block_size: int, seed: int) -> WindowSampler | Re
 class RecordSampler:
     """Draws every record once per epoch, as WindowSampler draws windows, each in a row of its own.
 
-    A row begins with the line break before its record, as at the service, and never sees another record. Records longer
+    A row begins with the end of the record before, as at the service, and never sees another record. Records longer
     than block_size are cut into pieces. `position` is the number of pieces drawn.
     """
 
@@ -679,7 +783,7 @@ class RecordSampler:
 def record_pieces(ids: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """Starts, and numbers of inputs, of the pieces of all records in a split: (pieces,) int64 each.
 
-    A record's first piece begins with the line break before it; the last target is the line break that ends it.
+    A record's first piece begins with the end of the record before it; the last target is its own end.
     """
     breaks = _places_of(ids, ids[0])
     lengths = np.diff(breaks)
@@ -701,7 +805,7 @@ def unseen_records(ids: np.ndarray, train: np.ndarray) -> np.ndarray:
 
 
 def _records(ids: np.ndarray) -> Iterator[bytes]:
-    """The ids of each record of a split, line break included."""
+    """The ids of each record of a split, its end included."""
     for start, length in zip(*record_pieces(ids, len(ids)), strict=True):
         yield ids[start + 1 : start + 1 + length].tobytes()
 

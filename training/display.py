@@ -95,7 +95,9 @@ def show_forwards(console: Console, what: str, total: int, unit: str = "characte
     done = 0
     started = line_at = time.monotonic()
     columns = (TextColumn(what), BarColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    # What is printed goes to standard output, which may be a file; rich would send it to the console.
+    is_hidden = not console.is_terminal
+    with Bar(*columns, console=console, disable=is_hidden, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("", total=total)
 
         def advance(count: int) -> None:

@@ -29,7 +29,7 @@ from training.data import (
     unseen_records,
     window_pieces,
 )
-from training.inputs import Encoder, encode_files, load_model, training_corpus
+from training.inputs import Encoder, encode_files, load_model, splitting_of, training_corpus
 from training.messages import plural
 from training.native_scores import NativeScorer
 
@@ -51,7 +51,7 @@ def command(args: argparse.Namespace) -> None:
         encoder = Encoder.of(args, checkpoint)
         files = find_texts(args.data, args.glob or (), args.exclude or (), notes)
         try:
-            ids = encode_files(files, encoder, records=records)
+            ids = encode_files(files, encoder, splitting_of(checkpoint))
         except UnknownCharacterError as error:
             count = sum(c not in checkpoint.tokenizer for text in read_text(files) for c in text)
             many = f"one of {plural(count, 'character')} that are not; " if count > 1 else ""

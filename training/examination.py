@@ -21,6 +21,7 @@ from service.model.tokenizer import CharTokenizer
 from service.wire import Drawn
 from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
+from training.records import LINES, separator_between, split_printed
 from training.sample import Condition, beginning_of_record, sample_texts
 
 CHUNK = 1 << 22  # training characters hashed at a time
@@ -65,7 +66,7 @@ def examine(
     """
     tokenizer, device = corpus.tokenizer, str(model.head.weight.device)
     params = SamplingParams(seed=seed, logit_bias=tokenizer.sampling_bias)
-    if corpus.records is None:
+    if (end_character := corpus.record_end) is None:
         prompt = tokenizer.encode(corpus.example_prompt)
         generated = list(sample_texts(model, prompt, count, max_tokens, params, device=device))
         arrays = [np.array(ids, corpus.ids.dtype) for _, ids in generated]
@@ -81,12 +82,12 @@ def examine(
     if drawn is not None and regex is not None:
         condition = Condition.of(regex, tokenizer, max_tokens, end, is_empty=True)
     found = sample_texts(
-        model, [end], count, max_tokens, params, stop=((end,),), begins=beginning_of_record(tokenizer), device=device,
-        condition=condition, drawn=drawn, max_candidates=max_candidates,
+        model, [end], count, max_tokens, params, stop=((end,),), begins=beginning_of_record(end_character, tokenizer),
+        device=device, condition=condition, drawn=drawn, max_candidates=max_candidates,
     )  # fmt: skip
     texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in found]
     records = [record for _, record in texts]
-    known, unseen = (tokenizer.decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))
+    known, unseen = map(corpus.texts_of, (corpus.train, corpus.val))
     valid = {*records, *unseen}
     if regex is not None:
         try:
@@ -94,7 +95,7 @@ def examine(
         except re.error as error:
             raise ConfigError(f"--regex {regex!r}: {error}") from None
     if check is not None:
-        valid = valid_records(valid, check)
+        valid = valid_records(valid, check, corpus.separator, end_character)
     asked = None if regex is check is None else valid
     columns = {
         name: describe_records(some, set(known), set(unseen), asked)
@@ -128,7 +129,7 @@ def describe_records(
         "records": len(records),
         "share that is unique": len(set(records)) / len(records),
         "share that is novel": sum(record not in known for record in records) / len(records),
-        "exact copies of training lines": sum(record in known for record in records),
+        "exact copies of training records": sum(record in known for record in records),
         "in the validation split alone": sum(record in unseen - known for record in records),
         "shortest, characters": lengths[0],
         "median": lengths[len(lengths) // 2],
@@ -139,17 +140,18 @@ def describe_records(
     return figures
 
 
-def valid_records(records: Set[str], check: str) -> set[str]:
-    """Those that the shell command `check` prints when it is given all of them, a line each, as grep does.
+def valid_records(records: Set[str], check: str, separator: str = LINES, end: str = "\n") -> set[str]:
+    """Those that the shell command `check` prints when it is given all of them, as grep does: a line each, or separated
+    as `sample` prints them.
 
     Raises:
-        ConfigError: the command failed, with a status above 1, or printed another line.
+        ConfigError: the command failed, with a status above 1, or printed another record.
     """
-    given = "".join(f"{record}\n" for record in sorted(records))
+    given = separator_between(separator, end).join(sorted(records)) + "\n"
     done = subprocess.run(check, shell=True, input=given.encode(), stdout=subprocess.PIPE)
     if not 0 <= done.returncode <= 1:  # 1: grep has found none
         raise ConfigError(f"--command {check!r} ended with status {done.returncode}")
-    printed = set(done.stdout.decode(errors="replace").removesuffix("\n").split("\n")) if done.stdout else set()
+    printed = set(split_printed(done.stdout.decode(errors="replace"), separator, end))
     if other := printed - records:
         raise ConfigError(f"--command {check!r} printed {min(other)!r}, which is not a record that it was given")
     return printed

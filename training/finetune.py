@@ -17,6 +17,7 @@ from service.model.checkpoint import WEIGHTS, Checkpoint
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 from training.config import SHAPE, ConfigError, TrainConfig
 from training.data import TRAIN_SHARE, Corpus, rare_characters
+from training.inputs import splitting_of
 from training.messages import plural
 
 MAX_LISTED = 20  # characters named in an error message
@@ -28,6 +29,7 @@ class Origin:
 
     tokenizer: CharTokenizer  # the run's, new characters included
     weights: dict[str, Tensor]  # the run's initial weights, by name
+    record_end: str | None  # of the checkpoint
     lineage: dict[str, Any]  # provenance of the weights, for training.json
 
 
@@ -41,7 +43,7 @@ def inherited(path: str) -> dict[str, Any]:
     """
     checkpoint = Checkpoint.read(path)
     shape = {name: getattr(checkpoint.config, name) for name in SHAPE}
-    return shape | {"records": checkpoint.record_end is not None, "window_stages": 1}
+    return shape | {"records": splitting_of(checkpoint).separator, "window_stages": 1}
 
 
 def load_origin(config: TrainConfig, corpus: Corpus) -> Origin:
@@ -109,7 +111,7 @@ def load_origin(config: TrainConfig, corpus: Corpus) -> Origin:
     }
     all_characters = vocabulary.characters + added
     has_unknown = vocabulary.unknown_id is not None or (config.min_count > 1 and UNKNOWN in all_characters)
-    return Origin(CharTokenizer(all_characters, has_unknown), weights, lineage)
+    return Origin(CharTokenizer(all_characters, has_unknown), weights, checkpoint.record_end_character, lineage)
 
 
 def refuse_short_text(config: TrainConfig, corpus: Corpus) -> None:
@@ -124,11 +126,13 @@ def refuse_short_text(config: TrainConfig, corpus: Corpus) -> None:
         )
 
 
-def describe_origin(config: TrainConfig, origin: Origin) -> str:
+def describe_origin(config: TrainConfig, origin: Origin, corpus: Corpus) -> str:
     added = len(origin.lineage["added_characters"])
+    alike = "as" if corpus.record_end == origin.record_end else "unlike"
+    kind = "each line is a record" if corpus.record_end == "\n" else "records may have several lines"
     return (
         f"starting from {config.init_from}: {', '.join(f'{name} {getattr(config, name)}' for name in SHAPE[:5])}, "
         f"{origin.tokenizer.vocab_size - added:,} characters"
         + (f" plus {added:,} new" if added else "")
-        + ("; each line is a record, as there" if config.records else "")
+        + (f"; {kind}, {alike} there" if corpus.record_end is not None else "")
     )

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from service.model.checkpoint import MANIFEST, Checkpoint
 from service.model.gpt import GPT
 from service.model.tokenizer import UNKNOWN, CharTokenizer, UnknownCharacterError
 from training.config import ConfigError
-from training.data import Corpus, DataError, encode_array, id_dtype, prepare, read_text, recode
+from training.data import Corpus, DataError, encode_array, id_dtype, prepare, recode, source_text, split_text
 from training.device import pick_device
 from training.messages import plural, unescaped
+from training.records import LINES, is_table
 
 MAX_STATES = {"--regex": 1000, "--stop-regex": 256}  # as of the service: a stop's may cost time at each character
 
@@ -78,7 +80,8 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
         raise ConfigError(f"{checkpoint.path / 'training.json'} does not record the training text; pass --data")
     glob = recipe.get("glob", ()) if args.glob is None else args.glob
     exclude = recipe.get("exclude", ()) if args.exclude is None else args.exclude
-    corpus = prepare(data, records=checkpoint.record_end is not None, glob=glob, exclude=exclude)
+    separator, column, _ = splitting_of(checkpoint)
+    corpus = prepare(data, records=separator, column=column, glob=glob, exclude=exclude)
     if corpus.sha256 != expected.get("sha256"):
         raise ConfigError(
             f"{' '.join(data)} is not the training text of {checkpoint.path}: "
@@ -90,6 +93,25 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
             "known which of them it has seen"
         )
     return recode(corpus, checkpoint.tokenizer)
+
+
+class Splitting(NamedTuple):
+    """How a checkpoint's training text was split into records."""
+
+    separator: str  # as of `prepare`; "": it was not
+    column: str | None
+    end: str  # the character that precedes each record and ends it; "": there are none
+
+
+OF_TEXT, OF_LINES = Splitting("", None, ""), Splitting(LINES, None, "\n")
+
+
+def splitting_of(checkpoint: Checkpoint) -> Splitting:
+    end, recipe = checkpoint.record_end_character, checkpoint.training.get("recipe", {})
+    if end is None:
+        return OF_TEXT
+    separator, column = recipe["records"], recipe.get("column")
+    return Splitting(LINES if separator is True else str(separator), None if column is None else str(column), end)
 
 
 class Encoder:
@@ -135,17 +157,21 @@ class Encoder:
             print(f"{plural(self.num_unknown, 'unknown character')} {done}", file=sys.stderr)
 
 
-def encode_files(files: Sequence[Path], encoder: Encoder, *, records: bool = False) -> np.ndarray:
-    """The ids of the concatenated files: (characters,) in `id_dtype`; with `records`, as a split of `prepare`.
+def encode_files(files: Sequence[Path], encoder: Encoder, splitting: Splitting = OF_TEXT) -> np.ndarray:
+    """The ids of the concatenated files: (characters,) in `id_dtype`; of records, as a split of `prepare`.
+
+    Of a column, tables give its cells, and other files are split by the separator.
 
     Raises:
-        DataError: a file is not UTF-8, or all together have fewer than two characters.
+        DataError: a file is not UTF-8, or all together have fewer than two characters, or as `prepare`.
         UnknownCharacterError: a character is not in the vocabulary, and refused; gives its offset in the concatenated
             text.
     """
     tokenizer = encoder.tokenizer
     pieces, start = [np.empty(0, id_dtype(tokenizer.vocab_size))], 0
-    for text in read_text(files):
+    separator, column, end = splitting
+    column = column if all(map(is_table, files)) else None
+    for text in split_text(source_text(files, column), separator, column, end, files[0].name):
         try:
             pieces.append(encoder.encode(text).astype(pieces[0].dtype))
         except UnknownCharacterError as error:
@@ -154,22 +180,25 @@ def encode_files(files: Sequence[Path], encoder: Encoder, *, records: bool = Fal
     ids = np.concatenate(pieces)
     if len(ids) < 2:
         raise DataError(f"{files[0]} has {plural(len(ids), 'character')}; scoring needs at least 2")
-    if records:
-        end = np.array(tokenizer.encode("\n"), ids.dtype)
-        ids = np.concatenate((end, ids, end))
-        ids = ids[np.concatenate(([True], (ids[1:] != end) | (ids[:-1] != end)))]  # empty lines are no records
+    if end:
+        edge = np.array(tokenizer.encode(end), ids.dtype)
+        ids = np.concatenate((edge, ids, edge))
+        ids = ids[np.concatenate(([True], (ids[1:] != edge) | (ids[:-1] != edge)))]  # empty ones are no records
         if len(ids) < 2:
             raise DataError(f"{files[0]} has no records")
     return ids
 
 
-def compile_pattern(flag: str, pattern: str, tokenizer: CharTokenizer) -> Automaton:
-    """
+def compile_pattern(
+    flag: str, pattern: str, tokenizer: CharTokenizer, allowed: frozenset[str] | None = None
+) -> Automaton:
+    """allowed: the characters that it may match; None: all.
+
     Raises:
         ConfigError: the pattern is invalid, too large, or nothing can match it.
     """
     try:
-        automaton = compile_regex(pattern, tokenizer.characters, max_states=MAX_STATES[flag])
+        automaton = compile_regex(pattern, tokenizer.characters, allowed=allowed, max_states=MAX_STATES[flag])
     except RegexError as error:
         raise ConfigError(f"{flag}: {error}") from None
     if flag == "--stop-regex" and automaton.accepting[0]:

@@ -31,6 +31,7 @@ from training.loop import Run
 from training.messages import args_with, made_by, plural, say
 from training.plan import Plan, measured_speed
 from training.recipe import SETTINGS, explanation, fitted
+from training.records import LINES
 from training.run import DivergedError, InterruptedRun
 from training.selfcheck import refuse_other_weights
 from training.speed import keep_freed_memory
@@ -61,7 +62,10 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
         if given.get("minutes"):
             refuse_both(given, args.preset)
         if "init_from" in given:
-            given = inherited(given["init_from"]) | given
+            taken_over = inherited(given["init_from"])
+            if given.get("column") is not None:
+                taken_over["records"] = LINES
+            given = taken_over | given
         preset = TrainConfig.from_preset(args.preset or "cpu")
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
         adaptable = SETTINGS - given.keys()
@@ -145,7 +149,7 @@ def _new_run(
             raise ConfigError(f"{path} is in {out}, which this run would replace; pass another --out")
     if config.init_from:
         origin = load_origin(config, corpus)
-        say(console, describe_origin(config, origin))
+        say(console, describe_origin(config, origin, corpus))
         refuse_short_text(config, corpus)
         tokenizer = origin.tokenizer
         for note in recode(corpus, tokenizer).notes[len(corpus.notes) :]:
@@ -178,7 +182,14 @@ def _new_run(
 def _corpus_of(config: TrainConfig) -> Corpus:
     """Without --min-count where a run starts from a checkpoint: `load_origin` then says which characters are rare."""
     min_count = 1 if config.init_from else config.min_count
-    return prepare(config.data, records=config.records, glob=config.glob, exclude=config.exclude, min_count=min_count)
+    return prepare(
+        config.data,
+        records=config.records,
+        column=config.column,
+        glob=config.glob,
+        exclude=config.exclude,
+        min_count=min_count,
+    )
 
 
 def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:

@@ -296,7 +296,8 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, s
     print(f"(trained on {about.get('name', 'another text')})")
     if about.get("sha256") != corpus.sha256:
         loss = None  # of another text, and nothing to compare with
-    prompt = checkpoint.tokenizer.encode("\n") if "\n" in checkpoint.tokenizer else [0]
+    begins = checkpoint.record_end_character or "\n"
+    prompt = checkpoint.tokenizer.encode(begins) if begins in checkpoint.tokenizer else [0]
     params = SamplingParams(seed=seed, logit_bias=checkpoint.tokenizer.sampling_bias)
     [(_, served)] = sample_texts(full, prompt, 1, 200, params)
     print(indented(checkpoint.tokenizer.decode(served)))

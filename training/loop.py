@@ -28,6 +28,7 @@ from training.display import ProgressView, draw_curves, print_report, show_forwa
 from training.evaluate import baselines, piece_loss, sampled_scores
 from training.fused import FusedForward
 from training.messages import say
+from training.records import separator_between
 from training.run import ESTIMATE_STEPS, RunState, catch_signals
 from training.sample import beginning_of_record, sample_texts
 from training.speed import matmul_peak
@@ -179,13 +180,17 @@ class Run(RunState):
             progress.interval_loss_sum, progress.interval_steps = 0.0, 0
         if self.config.sample_chars and self.world.is_main:
             tokenizer = self.corpus.tokenizer
+            end, begins, stop, count = self.corpus.record_end, None, tuple[tuple[int, ...], ...](), 1
             prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]
-            count, stop = (SAMPLED_RECORDS, (tuple(prompt),)) if self.config.records else (1, ())
-            begins = beginning_of_record(tokenizer) if self.config.records else None
+            if end is not None:
+                prompt, begins, count = tokenizer.encode(end), beginning_of_record(end, tokenizer), SAMPLED_RECORDS
+                stop = (tuple(prompt),)
             params = SamplingParams(seed=self.config.seed, logit_bias=tokenizer.sampling_bias)
             found = sample_texts(model, prompt, count, self.config.sample_chars, params, stop=stop, begins=begins)
             texts = [tokenizer.decode(ids) for _, ids in found]
-            record["sample"] = "\n".join(texts) if self.config.records else tokenizer.decode(prompt) + texts[0]
+            record["sample"] = tokenizer.decode(prompt) + texts[0]
+            if end is not None:
+                record["sample"] = separator_between(self.corpus.separator, end).join(texts)
         if progress.best_val_loss is None or val_loss < progress.best_val_loss:
             progress.best_step, progress.best_val_loss = progress.step, val_loss
             progress.best_elapsed_seconds, progress.best_cpu_seconds = progress.elapsed_seconds, progress.cpu_seconds
@@ -217,7 +222,7 @@ class Run(RunState):
         corpus, val = self.corpus, self.corpus.val
         count = min(self.scored_characters(self.progress.characters), len(val))
         with show_forwards(console, "scoring the validation split", self.scorings * count) as advance:
-            scores = sampled_scores(best, val, count, self.config.records, corpus.train, advance)
+            scores = sampled_scores(best, val, count, corpus.records is not None, corpus.train, advance)
         losses = {**scores.losses, **baselines(corpus.train, val, corpus.tokenizer.vocab_size)}
         self.scored = {"scored_characters": scores.characters}
         if scores.standard_error is not None:

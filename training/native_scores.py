@@ -61,6 +61,7 @@ class NativeScorer:
         skips: np.ndarray | None = None,
     ) -> np.ndarray:
         """As `evaluate.piece_sums`."""
+        assert all(((starts + lengths) < len(ids)) | (lengths == 0)), "the engine is given pointers"
         sums = np.zeros(len(lengths))
         skips = np.zeros(len(lengths), np.int64) if skips is None else skips
         order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]  # the longest first

@@ -212,12 +212,12 @@ def _texts(found: Examination) -> Iterable[str]:
 
 def _records(found: Examination) -> Iterable[str]:
     copies = sorted(found.copies)
-    yield f"<h2>Exact copies of training lines</h2><p>{plural(len(copies), 'different line')}:"
+    yield f"<h2>Exact copies of training records</h2><p>{plural(len(copies), 'different record')}:"
     yield f"<ul class=records>{''.join(f'<li>{_text(record)}' for record in copies[:MAX_RECORDS])}</ul>"
     if len(copies) > MAX_RECORDS:
         yield f"<p>… and {len(copies) - MAX_RECORDS:,} more"
     invalid = "" if found.valid is None else "; crossed out: not valid"
-    yield f"<h2>Samples</h2><p class=hint>Marked: exact copies of training lines{invalid}."
+    yield f"<h2>Samples</h2><p class=hint>Marked: exact copies of training records{invalid}."
     items = []
     for _, record in found.texts[:MAX_RECORDS]:
         item = _text(record[:MAX_CHARACTERS])

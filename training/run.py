@@ -214,7 +214,7 @@ class RunState:
         seconds_each = (time.monotonic() - started) / int(lengths.sum())
         started = time.monotonic()
         count = max(BATCH_CHARS, 2 * STRETCH_WINDOWS * config.block_size)
-        reported = sampled_scores(self.model, self.corpus.val, count, config.records)
+        reported = sampled_scores(self.model, self.corpus.val, count, self.corpus.records is not None)
         seconds_scored = (time.monotonic() - started) / reported.characters
         self.model.train()
         val = len(self.corpus.val)

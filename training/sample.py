@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from service.constrain.automaton import MinimumLength
 from service.constrain.regex import RegexError, compile_regex, ended
@@ -25,12 +25,13 @@ from service.engine.backends import open_runner
 from service.engine.engine import Engine
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
-from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from service.model.tokenizer import RECORD_SEPARATOR, CharTokenizer, UnknownCharacterError
 from service.wire import Draw, Drawn, Submit
 from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
-from training.inputs import Encoder, compile_pattern, load_model, training_corpus
+from training.inputs import Encoder, compile_pattern, load_model, splitting_of, training_corpus
 from training.messages import Refusal, plural, unescaped
+from training.records import separator_between
 from training.selfcheck import computes
 
 MAX_RUNNING = 128
@@ -59,8 +60,9 @@ def command(args: argparse.Namespace) -> None:
     checkpoint, model = load_model(args)
     params = msgspec.structs.replace(params, logit_bias=checkpoint.tokenizer.sampling_bias)
     tokenizer, end = checkpoint.tokenizer, checkpoint.record_end
+    separator, _, end_character = splitting_of(checkpoint)
     is_plain = args.stop_regex is None and args.regex is None
-    stops = [unescaped(text) for text in args.stop] or ["\n"] * (end is not None and is_plain)
+    stops = [unescaped(text) for text in args.stop] or [end_character] * (end is not None and is_plain)
     if "" in stops:
         raise ConfigError("--stop must not be empty")
     encoder = Encoder.of(args, checkpoint)
@@ -71,45 +73,51 @@ def command(args: argparse.Namespace) -> None:
     # As at the service: a stop with a character that the model does not have never occurs.
     stop = tuple(tuple(tokenizer.encode(text)) for text in stops if all(c in tokenizer for c in text))
     given = tokenizer.decode(prompt)
-    if not prompt:  # what precedes a text; one without line breaks begins with the model's first character
+    if end is not None:  # a record begins after the end of the one before
+        prompt = prompt if prompt[:1] == [end] else [end, *prompt]
+    elif not prompt:  # what precedes a text; one without line breaks begins with the model's first character
         begins = "\n" if "\n" in tokenizer else tokenizer.characters[0]
         prompt, given = tokenizer.encode(begins), begins.strip("\n")
-    elif end is not None and prompt[0] != end:
-        prompt = [end, *prompt]  # a record begins after the line break of the one before
     stop_pattern, condition = None, None
     if args.stop_regex is not None:
-        stop_pattern = compile_pattern("--stop-regex", args.stop_regex, tokenizer).pack()
+        stop_pattern = compile_pattern("--stop-regex", args.stop_regex, tokenizer, checkpoint.text_characters).pack()
     if args.regex is not None:
         condition = Condition.of(args.regex, tokenizer, args.max_tokens, end, is_empty=prompt[-1] == end)
     is_known = known_lines(training_corpus(checkpoint, args)) if args.novel else None
     is_begun = end is None or prompt[-1] != end or (end,) not in stop  # or else no text is to end at once
+    ends = end_character or "\n"
     drawn = Drawn() if args.exact else None
     texts = sample_texts(
         model, prompt, args.n, args.max_tokens, params,
         stop=stop, stop_pattern=stop_pattern, condition=condition, unique=args.unique,
-        begins=None if is_begun else beginning_of_record(tokenizer), drawn=drawn, max_candidates=args.max_candidates,
-        is_novel=is_known and (lambda ids: not is_known((given + tokenizer.decode(ids)).removeprefix("\n"))),
+        begins=None if is_begun else beginning_of_record(end_character, tokenizer), drawn=drawn,
+        max_candidates=args.max_candidates,
+        is_novel=is_known and (lambda ids: not is_known((given + tokenizer.decode(ids)).removeprefix(ends))),
         device=str(model.head.weight.device),
     )  # fmt: skip
     encoder.report()
     console = Console(stderr=True)
-    separator = "\n" if stops or not is_plain else "\n\n"
+    between = "\n" if stops or not is_plain else "\n\n"
+    if end is not None and end_character != "\n":
+        between = separator_between(separator, end_character)
     started, characters = time.monotonic(), 0
     table = csv.writer(sys.stdout, lineterminator="\n")
     if args.format == "csv":
         table.writerow(("text", "seed"))
+    # Texts go to standard output, which may be a file; rich would send them to the console.
+    is_hidden = not console.is_terminal or args.n == 1 or sys.stdout.isatty()
+    bar = Progress(console=console, disable=is_hidden, redirect_stdout=False)
     try:
-        for number, (seed, ids) in enumerate(
-            track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
-        ):
-            characters += len(ids)
-            text = given + tokenizer.decode(ids)
-            if args.format == "csv":
-                table.writerow((text, seed))
-            elif args.format == "jsonl":
-                print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
-            else:
-                print(separator if number else "", text, sep="", end="")
+        with bar:
+            for number, (seed, ids) in enumerate(bar.track(texts, total=args.n, description="texts")):
+                characters += len(ids)
+                text = given + tokenizer.decode(ids)
+                if args.format == "csv":
+                    table.writerow((text, seed))
+                elif args.format == "jsonl":
+                    print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
+                else:
+                    print(between if number else "", text, sep="", end="")
     finally:  # before an error's line too
         if args.format == "text":
             print(flush=True)
@@ -150,16 +158,21 @@ class Condition(NamedTuple):
     def of(
         cls, pattern: str, tokenizer: CharTokenizer, max_tokens: int, end: int | None, is_empty: bool = False
     ) -> Condition:
-        """Of a model of records (end: its line break), a match is a whole one. is_empty: it has no character yet.
+        """Of a model of records (end: what ends one), a match is a whole one. is_empty: it has no character yet.
 
         Raises:
             ConfigError: the pattern is invalid, or no match is that short.
         """
-        automaton, minimum, num_more = compile_pattern("--regex", pattern, tokenizer), None, int(end is not None)
+        characters, minimum, num_more = tokenizer.characters, None, int(end is not None)
+        is_separated = end is not None and characters[end] == RECORD_SEPARATOR  # which no pattern matches
+        allowed = frozenset(characters) - {RECORD_SEPARATOR} if is_separated else None
+        automaton = compile_pattern("--regex", pattern, tokenizer, allowed)
         try:
             automaton = automaton if end is None else ended(automaton, end)
         except RegexError:
-            raise ConfigError("--regex: nothing can match: a record has a line break at its end alone") from None
+            raise ConfigError(
+                f"--regex: nothing can match: a record has {tokenizer.characters[end or 0]!r} at its end alone"
+            ) from None
         if automaton.min_length - num_more > max_tokens:
             shortest = plural(automaton.min_length - num_more, "character")
             raise ConfigError(f"--regex: the shortest match has {shortest}, --max-tokens is {max_tokens:,}")
@@ -172,15 +185,15 @@ class Condition(NamedTuple):
 
 
 def known_lines(corpus: Corpus) -> Callable[[str], bool]:
-    """Whether a text is a line of the training text, of either split, or several consecutive ones."""
-    text = corpus.tokenizer.decode_array(corpus.ids)
-    lines, text = set(text.split("\n")), f"\n{text}\n"
-    return lambda it: f"\n{it}\n" in text if "\n" in it else it in lines
+    """Whether a text is a record or a line of the training text, of either split, or several consecutive ones."""
+    text, end = corpus.tokenizer.decode_array(corpus.ids), corpus.record_end or "\n"
+    known, text = set(text.split(end)), f"{end}{text}{end}"
+    return lambda it: f"{end}{it}{end}" in text if end in it else it in known
 
 
-def beginning_of_record(tokenizer: CharTokenizer) -> bytes:
-    """The packed automaton of what a record begins with: not with the line break that ends it."""
-    return compile_regex(r"[^\n]", tokenizer.characters).pack()
+def beginning_of_record(end: str, tokenizer: CharTokenizer) -> bytes:
+    """The packed automaton of what a record begins with: not with what ends it."""
+    return compile_regex(f"[^{end}]", tokenizer.characters).pack()
 
 
 def sample_texts(

@@ -13,9 +13,9 @@ import msgspec
 import torch
 from safetensors.torch import save
 
-from service.model.checkpoint import FORMAT_VERSION, MANIFEST, WEIGHTS, Probe, hf_config, layout
+from service.model.checkpoint import FORMAT_VERSION, MANIFEST, WEIGHTS, Probe, end_of_records, hf_config, layout
 from service.model.gpt import GPT
-from service.model.tokenizer import UNKNOWN, CharTokenizer
+from service.model.tokenizer import RECORD_SEPARATOR, UNKNOWN, CharTokenizer
 from training.folders import replacing_folder
 
 
@@ -46,9 +46,9 @@ def save_checkpoint(
         OSError: the disk is full or not writable.
     """
     special: dict[str, int] = {}
-    if training.get("recipe", {}).get("records") and "\n" in tokenizer:
-        # Not in tokenizer_config.json: transformers leaves special tokens out of decoded texts.
-        special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.encode("\n")[0])
+    end = end_of_records(training, tokenizer)
+    if end is not None:
+        special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.encode(end)[0])
     stored = {name: t.to(getattr(torch, dtype)) for name, t in named_tensors(model).items()}
     probe = _probe(model, stored, tokenizer)
     if all(map(math.isfinite, probe.log_probabilities)):
@@ -58,6 +58,8 @@ def save_checkpoint(
     if tokenizer.unknown_id is not None:  # which the service does not sample either
         generation["suppress_tokens"] = [tokenizer.unknown_id]
         about["unk_token"] = UNKNOWN
+    if end == RECORD_SEPARATOR:  # not the line break: transformers leaves special tokens out of decoded texts
+        about |= dict.fromkeys(("bos_token", "eos_token"), end)
     if generation:
         extra = {"generation_config.json": _dump(generation), **(extra or {})}
     files = {

@@ -1,8 +1,8 @@
 """`score`: the log-likelihood of each line of a text, or its strangest lines.
 
 As /v1/score of the service has it: a line is a text of its own, whose first character has nothing before it and is not
-scored; its line break is no part of it. Of a model of records each line is scored as one, from the line break before it
-to its own.
+scored; its line break is no part of it. Of a model of records each record is scored as it is trained on, from the end
+of the one before to its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +24,10 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.tokenizer import UnknownCharacterError
 from training.config import ConfigError
-from training.data import DataError, read_lines
+from training.data import DataError, read_records
 from training.display import show_forwards
 from training.evaluate import Advance, bits, fast_piece_sums
-from training.inputs import Encoder, load_model
+from training.inputs import OF_TEXT, Encoder, load_model, splitting_of
 from training.messages import plural
 from training.rows import write_rows
 
@@ -33,7 +35,8 @@ LINES = 4096  # scored together
 SURROGATE = 0xDC00  # plus a byte that is not UTF-8, as `data.read_lines` gives it
 MAX_REPORTED = 20  # lines that are not scored
 COLUMNS = (
-    "line", "text", "characters", "unknown_characters", "nats", "nats_per_character", "bits_per_character", "perplexity"
+    "line", "text", "characters", "nats", "nats_per_character", "bits_per_character", "perplexity",
+    "unknown_characters",
 )  # fmt: skip
 
 Row = dict[str, Any]  # of COLUMNS
@@ -72,17 +75,29 @@ def command(args: argparse.Namespace) -> None:
     encoder, tally = encoder_of(args, checkpoint), Tally()
     records = checkpoint.record_end is not None if args.records is None else args.records
     is_ranked = args.sort or args.top is not None
-    console = Console(stderr=True, quiet=sys.stdout.isatty() and not is_ranked)  # no bar among the rows
-    with show_forwards(console, "scoring", args.data.stat().st_size, "bytes") as advance:
-        lines = tally.counted(read_lines(args.data))
-        rows = score_lines(model, encoder, lines, records=records, refused=tally.refuse, advance=advance)
+    with show_progress(args.data, among_rows=not is_ranked) as advance:
+        separator, column, end = splitting_of(checkpoint) if records else OF_TEXT
+        lines = tally.counted(read_records(args.data, separator, column))
+        rows = score_lines(
+            model, encoder, lines, records=records, end=end or "\n", refused=tally.refuse, advance=advance
+        )
         if is_ranked:
             rows = iter(strangest(rows, args.top))
-    write_rows(rows, COLUMNS, args.format)
+        else:
+            write_rows(rows, COLUMNS, args.format)
+    if is_ranked:  # below the bar
+        write_rows(rows, COLUMNS, args.format)
     encoder.report()
     if tally.num_refused:
         more = f", the first {MAX_REPORTED} of which are named above" if tally.num_refused > MAX_REPORTED else ""
         raise DataError(f"{plural(tally.num_refused, 'line')} of {tally.num_lines:,} not scored{more}")
+
+
+def show_progress(file: Path, among_rows: bool) -> AbstractContextManager[Advance]:
+    """Of the bytes scored; none among rows on a terminal."""
+    if among_rows and sys.stdout.isatty():
+        return nullcontext(int)
+    return show_forwards(Console(stderr=True), "scoring", file.stat().st_size, "bytes")
 
 
 def encoder_of(args: argparse.Namespace, checkpoint: Checkpoint) -> Encoder:
@@ -100,21 +115,22 @@ def score_lines(
     lines: Iterable[str],
     *,
     records: bool,
+    end: str = "\n",
     refused: Callable[[int, str], None],
     advance: Advance = int,
 ) -> Iterator[Row]:
-    """The row of each line, in order; `characters` are those scored, with `records` the line break too.
+    """The row of each line, or record, in order; `characters` are those scored, with `records` the `end` too.
 
     A line that is not UTF-8 is left out, and so is one with unknown characters if the encoder refuses them. `refused`
     is called with its number, from 1, and the reason; `advance` with the number of bytes scored.
 
     Raises:
-        DataError: with `records`, the vocabulary has no line break.
+        DataError: with `records`, the vocabulary has no `end`.
     """
-    if records and "\n" not in encoder.tokenizer:
+    if records and end not in encoder.tokenizer:
         raise DataError("--records needs a model whose vocabulary includes the line break; this one does not")
     sums_of = fast_piece_sums(model)
-    encoded = encoded_lines(encoder, lines, encoder.tokenizer.encode("\n") if records else [], refused)
+    encoded = encoded_lines(encoder, lines, encoder.tokenizer.encode(end) if records else [], refused)
     while group := list(itertools.islice(encoded, LINES)):
         sizes = np.array([len(line.ids) for line in group], np.int64)
         counts, starts = (sizes - 1).clip(min=0), np.cumsum(sizes) - sizes
@@ -148,11 +164,11 @@ def row_of(line: Line, count: int, nats: float) -> Row:
         "line": line.number,
         "text": line.text,
         "characters": count,
-        "unknown_characters": line.num_unknown,
         "nats": nats,
         "nats_per_character": mean,
         "bits_per_character": None if mean is None else bits(mean),
         "perplexity": None if mean is None else math.exp(mean),
+        "unknown_characters": line.num_unknown,
     }
 
 

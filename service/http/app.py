@@ -294,7 +294,7 @@ class App:
 
     def run(self, request: Request) -> None:
         """Call the handler of a complete request."""
-        if self.middlewares is not None:  # which may have changed the path
+        if self.middlewares is not None:  # a middleware may have changed the path
             request.endpoint, request.parameter = self.find(request.path)
         try:
             operation = operation_of(request)

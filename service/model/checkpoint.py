@@ -33,7 +33,7 @@ import numpy as np
 
 from service.model.config import GPTConfig
 from service.model.ngrams import MAX_BYTES, NGRAMS, NGrams
-from service.model.tokenizer import UNKNOWN, CharTokenizer
+from service.model.tokenizer import RECORD_SEPARATOR, UNKNOWN, CharTokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -251,15 +251,29 @@ class Checkpoint:
         """
         return _read(self.path, name, self.files)
 
+    @property
+    def record_end_character(self) -> str | None:
+        """As `end_of_records`."""
+        return end_of_records(self.training, self.tokenizer)
+
     @functools.cached_property
     def record_end(self) -> int | None:
-        """Of a model of records: the id of the line break that precedes each and ends it, its bos and eos token.
+        """Of a model of records: the id of the character that precedes each and ends it, its bos and eos token.
 
         None: the model is of other texts.
         """
-        if self.training.get("recipe", {}).get("records") and "\n" in self.tokenizer:
-            return self.tokenizer.encode("\n")[0]
-        return None
+        end = self.record_end_character
+        return None if end is None else self.tokenizer.encode(end)[0]
+
+    @functools.cached_property
+    def text_characters(self) -> frozenset[str] | None:
+        """What patterns may match within a record: all but U+001E that ends it. None: all characters.
+
+        A pattern may name a line break that ends a record, because lines are what users see.
+        """
+        if self.record_end_character != RECORD_SEPARATOR:
+            return None
+        return frozenset(self.tokenizer.characters) - {RECORD_SEPARATOR}
 
     @functools.cached_property
     def example_prompt(self) -> str:
@@ -347,6 +361,17 @@ class Checkpoint:
         model = GPT(self.config)
         model.load_state_dict({name: torch.from_numpy(value) for name, value in self.load_weights().items()})
         return model.to(device, dtype or torch.float32).eval().requires_grad_(False)
+
+
+def end_of_records(training: Mapping[str, Any], tokenizer: CharTokenizer) -> str | None:
+    """Of a model of records, by its training.json: the character that precedes each and ends it.
+
+    It is the line break, or U+001E if records may have several lines. None: the model is of other texts.
+    """
+    if not training.get("recipe", {}).get("records"):
+        return None
+    end = training.get("data", {}).get("record_end") or "\n"  # older versions knew no other
+    return end if isinstance(end, str) and end in tokenizer else None
 
 
 def previous_of(path: Path) -> Path:

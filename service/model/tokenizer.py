@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 UNKNOWN = "\ufffd"  # REPLACEMENT CHARACTER
+RECORD_SEPARATOR = "\x1e"  # ends records of several lines
 NEVER = -100.0  # as a logit bias: what has it is sampled only where nothing else is allowed
 
 

@@ -38,7 +38,7 @@ from training import jobs
 from training.config import TrainConfig
 from training.data import prepare, record_pieces
 from training.evaluate import piece_loss, split_losses, whole_loss
-from training.inputs import Encoder, encode_files
+from training.inputs import OF_LINES, Encoder, encode_files
 from training.recipe import SETTINGS
 
 from . import nanogpt
@@ -81,7 +81,7 @@ def run_ours(train: Path, held_out: Path | None, seed: int, threads: int, out: P
     for name in ("best", "last"):
         checkpoint = Checkpoint.read(out / name)
         about, tokenizer, model = checkpoint.training, checkpoint.tokenizer, checkpoint.load_model("cpu").eval()
-        encoded = [encode_files([path], Encoder(tokenizer), records=True) for path in (held_out, train) if held_out]
+        encoded = [encode_files([path], Encoder(tokenizer), OF_LINES) for path in (held_out, train) if held_out]
         ids, known = encoded or (prepare(str(train)).val, None)
         losses = split_losses(model, ids, bool(held_out), known)
         figures["ours" if name == "best" else "ours_last"] = losses["whole"]
@@ -96,7 +96,7 @@ def run_nanogpt(train: Path, held_out: Path | None, seed: int, threads: int, cpu
         torch.set_num_threads(threads)
     if held_out:
         tokenizer = prepare(str(train), records=True).tokenizer
-        ids, val = (encode_files([path], Encoder(tokenizer), records=True) for path in (train, held_out))
+        ids, val = (encode_files([path], Encoder(tokenizer), OF_LINES) for path in (train, held_out))
     else:
         corpus = prepare(str(train))
         tokenizer, ids, val = corpus.tokenizer, corpus.train, corpus.val

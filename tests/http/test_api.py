@@ -211,6 +211,13 @@ def test_continuations_are_ranked(post, peer, checkpoint):
     assert first["nats"] == pytest.approx(-float(peer("\n")[0, VOCABULARY.index("a")]), abs=1e-4)
 
 
+def test_scores_of_replaced_characters_say_how_many(post):
+    for policy in ("replace", "drop"):
+        data = post("/v1/score", texts=["na\u00efve \u6f22", "plain"], unknown_characters=policy)["data"]
+        assert [row["unknown_characters"] for row in data] == [2, 0]
+    assert "unknown_characters" not in post("/v1/score", texts=["plain"])["data"][0]
+
+
 def test_invalid_score_requests_are_rejected_with_a_reason(client):
     assert "either" in rejection(client, "/v1/score")["message"]
     assert "either" in rejection(client, "/v1/score", texts=["a"], continuations=["b"])["message"]

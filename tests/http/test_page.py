@@ -324,6 +324,9 @@ def test_constraints_are_checked_as_one_types(visit, server):
     refusal = web.post(f"{server.url}/generate", json={"prompt": "a", "regex": "[a-z]+("}).json()["error"]["message"]
     expect(note).to_have_text(re.compile(re.escape(refusal[1:])))
     expect(note).to_have_class("error")
+    page.fill("#regex", "[a-z]{90}")
+    expect(note).to_have_text(re.compile("^For example: [a-z]{90}$"))
+    assert note.evaluate("it => it.scrollWidth <= it.clientWidth"), "a long word is broken"
     page.fill("#regex", "[A-Z][a-z]{2,5}!")
     expect(note).to_have_text(re.compile("^For example: [A-Z][a-z]{2,5}!$"))
     (text,) = write(page)
@@ -375,9 +378,7 @@ def test_surprise_is_that_of_the_service(visit, server):
     losses = web.get(f"{server.url}/info").json()["model"]["training"]["losses"]
     usual = {name: f"{losses[name] / math.log(2):.2f}" for name in ("whole", "bigram")}
     numbers, verdict = page.locator("#read-numbers"), page.locator("#read-verdict")
-    expect(numbers).to_contain_text(
-        f"Validation text{usual['whole']}Validation text, by counting pairs{usual['bigram']}"
-    )
+    expect(numbers).to_contain_text(f"Validation text{usual['whole']}… by counting pairs{usual['bigram']}")
     expect(verdict).to_have_text(re.compile("^This text surprises the model more than its validation text"))
     page.fill("#text", "zxqj vvkz, qqx")
     expect(verdict).to_contain_text("Counting pairs of characters predicts")

@@ -23,12 +23,16 @@ def checkpoints(tmp_path_factory):
         model.head.weight[tokenizer.encode("\n")[0]] *= 1.5
     save_checkpoint(folder / "records", model, tokenizer, {"losses": {}, "recipe": {"records": True}})
     save_checkpoint(folder / "texts", model, tokenizer, {"losses": {}, "recipe": {}})
-    return folder / "records", folder / "texts"
+    # Records of several lines: U+001E in the line break's place, so that all answers are the same but for it.
+    characters = ["\x1e" if c == "\n" else c for c in VOCABULARY]
+    about = {"losses": {}, "recipe": {"records": "blank"}, "data": {"record_end": "\x1e"}}
+    save_checkpoint(folder / "blocks", model, CharTokenizer(characters), about)
+    return folder / "records", folder / "texts", folder / "blocks"
 
 
 @pytest.fixture(scope="module")
 def server(checkpoints):
-    """Of both, by the names records and texts."""
+    """Of all, by the names records, texts and blocks."""
     yield from lasting(",".join(f"{path.name}={path}" for path in checkpoints), dtype="float64")
 
 
@@ -114,7 +118,7 @@ def test_a_pattern_ends_where_the_record_does(ask, choices):
     ("fields", "message"),
     [
         ({"regex": "a\nb"}, "regex: nothing can match: a record has '\\n' at its end alone; use ignore_eos"),
-        ({"regex": "()"}, "regex: no match has 1 character before the line break that ends it"),
+        ({"regex": "()"}, "regex: no match has 1 character before the end of the record"),
         ({"regex": "[a-z]{6}", "max_tokens": 5}, "regex: the shortest match has 6 characters, max_tokens is 5"),
         ({"choice": ["ab"], "bad_words": ["b"]}, "choice: nothing can match that has none of bad_words"),
     ],
@@ -152,6 +156,64 @@ def test_ids_and_log_probabilities_of_a_prompt_are_its_own(ask, checkpoints):
     (other,) = ask("texts", "/v1/completions", prompt="\nAl", stop="\n", **body)["choices"]
     assert (one["prompt_token_ids"], one["token_ids"]) == (encode("Al"), encode(one["text"]))
     assert one["prompt_logprobs"] == other["prompt_logprobs"][1:] and other["prompt_logprobs"][0] is None
+
+
+def with_separators(value):
+    """A body or an answer of lines as one of blocks."""
+    if isinstance(value, dict):
+        return {with_separators(name): with_separators(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [with_separators(each) for each in value]
+    return value.replace("\n", "\x1e") if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {}, {"prompt": ""}, {"prompt": "\nAl"}, {"stop": "e"}, {"ignore_eos": True}, {"min_tokens": 12},
+        {"include_stop_str_in_output": True}, {"logprobs": 3}, {"echo": True}, {"logit_bias": {"\n": 4}, "prompt": ""},
+        {"regex": "[a-z]+"}, {"regex": ".*"}, {"regex": "[^e]*"}, {"regex": r"\S*\s?"}, {"stop_regex": "a.|[^\n]b"},
+        {"regex": ".{3,9}", "exact": True}, {"regex": "[^e\n]{2,6}", "exact": True}, {"min_tokens": 5, "exact": True},
+        {"choice": ["abc", "abcd"]}, {"bad_words": ["e", "oo"]}, {"allowed_characters": "abc"},
+        {"stop_regex": "[aeiou]x"},
+        {"suffix": "e", "best_of": 4, "n": 1}, {"suffix": "e", "best_of": 4, "n": 1, "regex": "[^e]{2,3}"},
+        {"allowed_characters": "abc", "min_tokens": 3}, {"bad_words": ["ab"], "min_tokens": 3, "regex": "[a-f]*"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_record_of_several_lines_ends_at_its_separator(ask, fields):
+    """As one of one line ends at its line break; `.` matches neither."""
+    body = {"prompt": "Al", "max_tokens": 40, "seed": 1, "n": 10} | fields
+    lines, blocks = ask("records", **body), ask("blocks", **with_separators(body))
+    assert blocks["choices"] == with_separators(lines["choices"]) and blocks["usage"] == lines["usage"]
+    reasons = {choice["finish_reason"] for choice in blocks["choices"]}
+    assert "stop" in reasons or fields.get("ignore_eos") or "suffix" in fields
+
+
+def test_patterns_match_no_separator(ask, server):
+    """A line break may be named where a record ends, and [^e] means it too; U+001E is text to no pattern."""
+    for fields in ({"regex": "[^e]{3}"}, {"regex": r"[\s\S]{3}", "exact": True}):
+        for model, least in (("records", 2), ("blocks", 3)):
+            texts = [it["text"] for it in ask(model, prompt="Al", n=20, seed=1, max_tokens=9, **fields)["choices"]]
+            assert {len(text) for text in texts} == {least, 3}
+    body = {"model": "blocks", "prompt": "Al", "regex": "[a-z]{3}\x1e"}
+    assert web.post(f"{server.url}/generate", json=body).json()["error"]["code"] == "invalid_pattern"
+    texts = [it["text"] for it in ask("blocks", prompt="Al", regex=".{30}", ignore_eos=True, n=10, seed=1)["choices"]]
+    assert any("\x1e" in text for text in texts)
+
+
+def test_scores_and_distributions_of_blocks(ask, server):
+    for path, body in (
+        ("/v1/score", {"texts": ["Alice", "Bob\n", "a"]}),
+        ("/v1/score", {"prefix": "Al", "continuations": ["ice", "bert"]}),
+        ("/v1/next", {"prompt": ""}),
+        ("/v1/attention", {"text": "Al", "layer": 0}),
+    ):
+        lines, blocks = ask("records", path, **body), ask("blocks", path, **with_separators(body))
+        assert blocks["data"] == with_separators(lines["data"])
+    told = web.get(f"{server.url}/tokenizer_info", params={"model": "blocks"}).json()
+    assert (told["bos_token"], told["eos_token"]) == ("\x1e", "\x1e")
+    assert web.get(f"{server.url}/info", params={"model": "blocks"}).json()["model"]["records"] is True
 
 
 def test_streams_end_too(server, ask):
@@ -204,16 +266,21 @@ def test_information_says_records(server):
         assert (info["model"]["records"], tokenizer["eos_token"]) == (is_records, "\n" if is_records else None)
 
 
-def test_transformers_ends_by_itself(checkpoints):
-    from transformers import AutoModelForCausalLM
+@pytest.mark.parametrize(("place", "before"), [(0, "\n"), (2, "\x1e")])
+def test_transformers_ends_by_itself(checkpoints, place, before):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    records, _ = checkpoints
+    records = checkpoints[place]
     tokenizer = Checkpoint.read(records).tokenizer
     model = AutoModelForCausalLM.from_pretrained(records, dtype=torch.float64)
-    idx = torch.tensor([tokenizer.encode("\nAl")] * 20)
+    idx = torch.tensor([tokenizer.encode(f"{before}Al")] * 20)
     torch.manual_seed(0)
     found = model.generate(idx, max_new_tokens=60, do_sample=True, pad_token_id=0)
-    end = tokenizer.encode("\n")[0]
+    end = tokenizer.encode(before)[0]
     ended = [after for row in found if end in (after := row[3:].tolist())]
     assert len(ended) >= 15
     assert all(set(after[after.index(end) + 1 :]) <= {0} for after in ended)
+    theirs, text = AutoTokenizer.from_pretrained(records), f"{before}Al {before}"
+    assert theirs.encode(text) == tokenizer.encode(text) and theirs.decode(tokenizer.encode(text)) == text
+    left_out = theirs.decode(tokenizer.encode(text), skip_special_tokens=True)  # as vLLM decodes
+    assert left_out == (text if before == "\n" else "Al ")

@@ -83,6 +83,17 @@ def test_scores_are_the_models_own(post, checkpoint):
     assert choice["logprobs"]["top_logprobs"][0][UNKNOWN] == pytest.approx(listed[UNKNOWN], abs=0.01)
 
 
+def test_each_score_says_how_many_characters_are_unknown(post):
+    def counts(**body):
+        return [row["unknown_characters"] for row in post("/v1/score", **body)["data"]]
+
+    texts = ["The cat", "The 漢at é", f"a{UNKNOWN}b漢", "é"]
+    assert counts(texts=texts) == counts(texts=texts, unknown_characters="drop") == [0, 2, 2, 1]
+    assert counts(texts=texts, replacement_character="x") == [0, 2, 2, 1]
+    assert counts(prefix="漢", continuations=["é", "a"]) == [1, 0]  # of its own
+    assert counts(texts=[f"a{UNKNOWN}"], unknown_characters="refuse") == [1]
+
+
 def test_the_setting_replace_needs_no_space_where_there_is_a_symbol(checkpoint, tmp_path):
     tokenizer = CharTokenizer(["\n", "a", UNKNOWN], has_unknown=True)
     save_checkpoint(tmp_path / "ck", random_model(vocab_size=3), tokenizer, {"losses": {}})

@@ -17,7 +17,7 @@ def check(tmp_path):
         (tmp_path / "text.txt").write_text(text)
         corpus = prepare(str(tmp_path / "text.txt"), records=records)
         lines = list(size_check(corpus, TrainConfig(n_embd=n_embd, **settings), parameters))
-        assert len(lines) <= 5 and not any("\n" in line for line in lines)
+        assert len(lines) <= 6 and not any("\n" in line for line in lines)
         return [line.split(":")[0] for line in lines], "\n".join(lines)
 
     return run
@@ -92,6 +92,27 @@ def test_a_sorted_list_should_be_read_as_records(check):
 def test_a_validation_split_that_was_trained_on(check):
     subjects, lines = check(sentences(50) * 10)
     assert subjects == ["size", "overlap"] and "100% of the validation split's 50-grams occur" in lines
+
+
+def test_blocks_that_begin_alike_should_be_read_as_records(check):
+    tunes = "\n\n".join(f"X:{i}\nT:{i * 7919 % 9973}\n{i * 104_729 % 7919} abc" for i in range(90))
+    subjects, lines = check(tunes)
+    assert "blocks" in subjects and "sorted" not in subjects
+    assert "100% of the 81 groups of lines between blank lines begin with 'X:'; --records blank learns" in lines
+    assert "blocks" not in check(tunes, records="blank")[0]
+    paragraphs = "\n\n".join(f"{i * 7919 % 9973} a\nb\nc" for i in range(90))
+    double_spaced = "\n\n".join(f"X:{i * 7919 % 9973}" for i in range(90))
+    indented = "\n\n".join(f"  {i * 7919 % 9973} a\nb\nc" for i in range(90))
+    for text in (paragraphs, double_spaced, indented, sentences(300)):
+        assert "blocks" not in check(text)[0]
+
+
+def test_records_longer_than_the_window_are_counted(check):
+    names = [f"{i * 7919 % 9973:05}\n{i}" for i in range(100)]
+    text = "\n\n".join([*names, *(["x" * 40] * 10)])
+    subjects, lines = check(text, records="blank", block_size=40)
+    assert "cut" in subjects and "more than --block-size 40 characters" in lines and "the longest has 41" in lines
+    assert "cut" not in check(text, records="blank", block_size=41)[0]
 
 
 def test_duplicate_records_and_those_in_both_splits(check):

@@ -340,6 +340,17 @@ def test_sample_ends_at_the_end_of_a_record(tmp_path, output_of):
     assert any("\n" in it["text"] for it in score(output_of(*command, "--stop", "Z", "--format", "jsonl")))
 
 
+def test_a_mark_that_looks_like_a_flag_needs_an_equals_sign(tmp_path, output_of, capsys):
+    (tmp_path / "text.txt").write_text("\n---\n".join(f"one\n{i}" for i in range(12)))
+    command = ["prepare", "--data", tmp_path / "text.txt"]
+    assert call([*command, "--records", "---"]) == 2
+    assert "unknown argument ---; as what separates records it is --records=---" in capsys.readouterr().err
+    assert call([*command, "--records", ""]) == 2
+    assert "argument --records: must not be empty" in capsys.readouterr().err
+    for mark in ("---", r"\n---\n"):
+        assert "76 characters, 15 symbols" in output_of(*command, f"--records={mark}")
+
+
 def test_no_record_is_empty(tmp_path, output_of):
     """A model that would end every second one at once; a prompt may be a whole record."""
     model, tokenizer = random_model(), CharTokenizer(VOCABULARY)
@@ -451,7 +462,7 @@ def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output
         assert len(whole) == 30 and all(whole)
         assert all(len(name) == 3 for name in output_of(*sample, "[a-z]{3}", *way).splitlines())
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Exact copies of training lines" in page and str(tmp_path) not in page
+    assert "Exact copies of training records" in page and str(tmp_path) not in page
     command = ("sample", "--checkpoint", tmp_path / "out", "-n", 20, "--novel", "--unique")
     assert not {*output_of(*command, "--prompt", "\\n").splitlines()} & ((known | names) - {""})
     novel = output_of(*command).splitlines()

@@ -23,7 +23,7 @@ from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from tests.helpers import CORPUS
 from training import data, lecture
 from training.data import DataError, RecordSampler, WindowSampler, prepare, recode
-from training.inputs import Encoder, encode_files
+from training.inputs import OF_LINES, Encoder, encode_files
 
 
 def text_file(tmp_path: Path, text: str | bytes) -> Path:
@@ -367,10 +367,10 @@ def test_each_record_is_drawn_once_an_epoch_in_a_row_of_its_own(records, block_s
 def test_a_text_of_records_to_evaluate_is_encoded_as_a_split(tmp_path):
     tokenizer = CharTokenizer("\nab")
     for content in ("a\nbb", "a\nbb\n", "\n\na\n\nbb\n\n\n"):
-        ids = encode_files([text_file(tmp_path, content)], Encoder(tokenizer), records=True)
+        ids = encode_files([text_file(tmp_path, content)], Encoder(tokenizer), OF_LINES)
         assert tokenizer.decode(ids) == "\na\nbb\n"
     with pytest.raises(DataError, match="has no records"):
-        encode_files([text_file(tmp_path, "\n\n\n")], Encoder(tokenizer), records=True)
+        encode_files([text_file(tmp_path, "\n\n\n")], Encoder(tokenizer), OF_LINES)
 
 
 def test_records_that_are_trained_on_too_are_left_out():

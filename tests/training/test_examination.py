@@ -47,7 +47,8 @@ def test_copied_passages_are_what_copied_ngrams_cover(text, train, length):
 def test_records_are_counted():
     figures = examination.describe_records(["ann", "bo", "bo", "cleo", ""], {"bo", "dan"}, {"ann", "bo"}, {"bo", "ann"})
     assert figures == {
-        "records": 5, "share that is unique": 4 / 5, "share that is novel": 3 / 5, "exact copies of training lines": 2,
+        "records": 5, "share that is unique": 4 / 5, "share that is novel": 3 / 5,
+        "exact copies of training records": 2,
         "in the validation split alone": 1, "shortest, characters": 0, "median": 2, "longest": 4,
         "share that is valid": 3 / 5,
     }  # fmt: skip

@@ -143,15 +143,16 @@ def test_commands_follow_the_unknown_symbol(tmp_path, run, capsys):
     loss = whole_loss(checkpoint.load_model(), ids[int(len(ids) * 0.9) :])
     assert f"whole     {loss:.4f} nats" in shown
     assert call(["report", "--checkpoint", run / "best", "-n", 2, "--max-tokens", 50]) == 0, capsys.readouterr().err
-    # A line to score is refused where it has unknown characters, unless it is asked for.
+    # A line to score may have unknown characters, unless they are refused.
     (tmp_path / "lines.txt").write_text(f"the 漢 cat\nthe {UNKNOWN} cat\n")
     command = ["score", "--checkpoint", run / "best", "--data", tmp_path / "lines.txt"]
     capsys.readouterr()
-    assert call(command) == 1
+    assert call([*command, "--unknown-characters", "refuse"]) == 1
     assert "'漢' (U+6F22) at offset 4 is not in the vocabulary" in capsys.readouterr().err
-    assert call([*command, "--unknown-characters", "replace"]) == 0
+    assert call(command) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["nats"] == second["nats"] and first["characters"] == 8
+    assert first["unknown_characters"] == second["unknown_characters"] == 1
     assert call(["sample", "--checkpoint", run / "best", "--prompt", "漢é", "--unknown-characters", "replace"]) == 0
     assert capsys.readouterr().out.startswith(f"{UNKNOWN}é")
 

@@ -102,7 +102,7 @@ def test_a_page_of_records_marks_copies_and_invalid_ones(run):
         [(1, copy), (2, other)], [[], []], copies={copy}, valid={copy},
     )  # fmt: skip
     page = page_of(out / "report.html", checkpoint, corpus, found)
-    assert page.inside["mark"] == [copy] and page.inside["del"] == [other] and "1 different line" in page.text
+    assert page.inside["mark"] == [copy] and page.inside["del"] == [other] and "1 different record" in page.text
     assert "svg" not in page.inside
 
 

@@ -1,8 +1,16 @@
 """`score`, and the losses of pieces by the native engine, against one plain forward for each text."""
 
+import contextlib
 import csv
 import io
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +21,17 @@ from service.engine import native
 from service.model.gpt import SwiGLU
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
-from training.data import record_pieces
+from tests.training.runs import tiny
+from training.data import prepare, record_pieces
+from training.device import resolve_auto
+from training.distributed import World
 from training.evaluate import fast_piece_sums, piece_sums, sampled_scores
+from training.loop import Run
 from training.native_scores import NativeScorer
 from training.saving import save_checkpoint
 
 EXACT = random_model(torch.float64)
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -259,3 +272,60 @@ def test_rows_are_the_same_in_csv(checkpoint, lines, output_of):
     assert [list(row) for row in table] == [list(row) for row in objects]
     for row, other in zip(table, objects, strict=True):
         assert row == {name: "" if value is None else str(value) for name, value in other.items()}
+
+
+def test_sampled_texts_are_the_same_in_csv(checkpoint, capsys):
+    command = ["sample", "--checkpoint", checkpoint, "-n", 3, "--max-tokens", 30, "--format"]
+    assert call([*command, "jsonl"]) == call([*command, "csv"]) == 0
+    *objects, header, rest = capsys.readouterr().out.split("\n", 4)
+    table = list(csv.DictReader(io.StringIO(f"{header}\n{rest}", newline="")))
+    assert [(row["text"], int(row["seed"])) for row in table] == [tuple(json.loads(it).values()) for it in objects]
+
+
+def test_the_estimate_counts_streamed_text_at_its_own_speed(tmp_path, monkeypatch):
+    """It was counted at the speed of windows, which a short window makes several times as high."""
+
+    def slowly(model):
+        sums_of = fast_piece_sums(model)
+
+        def sums(ids, starts, lengths, advance=int, skips=None):
+            if skips is not None:
+                time.sleep(0.02 * (lengths - skips).sum())
+            return sums_of(ids, starts, lengths, advance, skips)
+
+        return sums
+
+    config = tiny(tmp_path, score_chars="all", dtype="float32")
+    run = Run(config, resolve_auto(config, 1), prepare(config.data), tmp_path / "out", World())
+    quick = run.estimate(0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("training.evaluate.fast_piece_sums", slowly)
+        slow = run.estimate(0.0)
+    seconds = [float(re.search(r"training, ([\d.]+) s of scoring", it)[1]) for it in (quick, slow)]
+    assert seconds[1] - seconds[0] >= 0.02 * len(run.corpus.val) - 2
+
+
+@pytest.mark.parametrize(
+    "command", ["sample -n 3 --max-tokens 9 --format jsonl", "score --data lines.txt", "score --top 2"]
+)
+def test_rows_go_to_a_file_while_the_terminal_shows_a_bar(checkpoint, lines, tmp_path, command):
+    """They went to the terminal instead."""
+    if command == "score --top 2":
+        command += " --data lines.txt"
+    lines("The cat\nsat on\nthe mat")
+    terminal, other = pty.openpty()
+    with open(tmp_path / "rows", "wb") as file:
+        done = subprocess.Popen(
+            [sys.executable, "-m", "training", *command.split(), "--checkpoint", checkpoint],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}, cwd=tmp_path, stdout=file, stderr=other,
+        )  # fmt: skip
+        os.close(other)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal has been closed
+            while part := os.read(terminal, 1 << 16):
+                shown += part
+        assert done.wait(60) == 0
+    os.close(terminal)
+    written = (tmp_path / "rows").read_text().splitlines()
+    assert len(written) == (2 if "top" in command else 3)
+    assert b"\xe2\x94\x81" in shown and written[-1].encode()[:20] not in shown  # a bar's line, and no row

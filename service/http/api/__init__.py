@@ -1,1 +1,1 @@
-"""What is asked and answered: bodies of requests and answers, errors, and the OpenAPI document."""
+"""The API: bodies of requests and answers, errors, and the OpenAPI document."""

@@ -1,4 +1,4 @@
-"""The bodies of answers, each stated once and shown in /docs: msgspec structs, which encode in under a microsecond.
+"""The bodies of answers, which /docs shows. They are msgspec structs, which encode in under a microsecond.
 
 The bodies of requests are in bodies.py, errors in errors.py.
 """
@@ -31,7 +31,7 @@ RequestId = Annotated[str, about("the request's id")]
 
 
 class Usage(msgspec.Struct, gc=False):
-    """Characters, as a token is a character; `completion_tokens` counts those of all `best_of` candidates."""
+    """Numbers of characters, because a token is a character. `completion_tokens` includes all `best_of` candidates."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -43,32 +43,34 @@ class Usage(msgspec.Struct, gc=False):
 
 
 class Timing(msgspec.Struct, gc=False):
-    """Where the time went; with several sequences, the longest time, and of the time per character the mean."""
+    """Durations. With several sequences, each is the longest one, and the time per character is the mean."""
 
     queue_seconds: Annotated[float, about("from the request's arrival to a cache slot")]
     prefill_seconds: Annotated[float, about("from the cache slot until the prompt has run")]
-    decode_seconds: Annotated[float, about("from there to the last character")]
+    decode_seconds: Annotated[float, about("from the end of the prompt to the last character")]
     seconds_per_character: Annotated[
-        float | None, about("decode time per character after the first; null: there is none")
+        float | None, about("decode time per character after the first; null: no such character")
     ]
 
 
 class Exact(msgspec.Struct):
-    """What exact answers have cost, over all prompts."""
+    """The cost of exact answers, over all prompts."""
 
-    candidates: Annotated[int, about("sampled, up to the last one that is an answer")]
+    candidates: Annotated[int, about("candidates sampled, up to the last answer")]
     matches: Annotated[int, about("candidates that are answers")]
     acceptance: Annotated[float, about("matches / candidates")]
-    characters: Annotated[int, about("of these candidates, up to where each was dropped")]
+    characters: Annotated[int, about("characters of these candidates, up to the drop of each")]
 
 
 class Receipt(msgspec.Struct):
-    """What reproduces this answer, and how long it took."""
+    """The data that reproduce this answer, and its durations."""
 
     checkpoint_sha256: Annotated[str, about("of the checkpoint's manifest; also in /info")]
-    backend: Annotated[str, about("what ran the model", "native")]
-    dtype: Annotated[str, about("its arithmetic: only float64 gives the same text on every machine", "float32")]
-    seeds: Annotated[list[int], about("one per prompt; empty if nothing is sampled")]
+    backend: Annotated[str, about("backend that ran the model", "native")]
+    dtype: Annotated[
+        str, about("number format of the model: only float64 gives the same text on every machine", "float32")
+    ]
+    seeds: Annotated[list[int], about("one seed per prompt; empty if nothing is sampled")]
     timing: Timing
     replaced_characters: Annotated[int, about("unknown characters of the request that were replaced")]
     dropped_characters: Annotated[int, about("unknown characters of the request that were dropped")]
@@ -85,10 +87,10 @@ class TokenLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """A character at a place of the prompt, as vLLM reports it."""
+    """A character at a position of the prompt, as vLLM reports it."""
 
     logprob: float
-    rank: Annotated[int, about("among the whole vocabulary there: 1 is the likeliest")]
+    rank: Annotated[int, about("rank in the whole vocabulary: 1 is the likeliest")]
     decoded_token: Annotated[str, about("the character")]
 
 
@@ -102,7 +104,7 @@ PromptLogprobs = Annotated[
 ]
 
 
-IsExact = Annotated[bool | UnsetType, about("with `exact`: false if the mask was used for this answer")]
+IsExact = Annotated[bool | UnsetType, about("with `exact`: false if the mask gave this answer")]
 
 
 class GenerateChoice(msgspec.Struct):
@@ -197,14 +199,18 @@ class CompletionChunk(msgspec.Struct):
 
 
 class Score(msgspec.Struct):
-    """How likely one text is. Nats are negative log-likelihoods: fewer nats, likelier text."""
+    """The likelihood of one text. Nats are negative log-likelihoods: fewer nats mean a likelier text."""
 
     index: int
     characters: Annotated[int, about("characters scored")]
     nats: float
-    nats_per_character: Annotated[float | None, about("like the next two, null if nothing was scored")]
+    nats_per_character: Annotated[float | None, about("null if nothing was scored, like the next two")]
     bits_per_character: float | None
     perplexity: Annotated[float | None, about("per character: e to the nats per character")]
+    unknown_characters: Annotated[
+        int | UnsetType,
+        about("of the text; absent if they are refused and the vocabulary has no unknown symbol"),
+    ] = UNSET
     rank: Annotated[int | UnsetType, about("among continuations: 1 is the likeliest")] = UNSET
     character_nats: Annotated[list[float | None] | UnsetType, about("null: the first character of a document")] = UNSET
 
@@ -254,7 +260,7 @@ class HeadAttention(msgspec.Struct):
 
     layer: int
     head: int
-    weights: Annotated[list[list[float]], about("row t: of the characters 0 to t; it sums to 1")]
+    weights: Annotated[list[list[float]], about("row t: weights of the characters 0 to t, which sum to 1")]
     scores: Annotated[
         list[list[float]] | UnsetType,
         about("query t · key j in row t, column j, before scale and mask; if requested"),
@@ -268,10 +274,10 @@ class AttentionAnswer(msgspec.Struct):
     id: RequestId
     model: str
     checkpoint_sha256: str
-    text: Annotated[str, about("as it was read: unknown characters are replaced or dropped")]
+    text: Annotated[str, about("the text as read, with unknown characters replaced or dropped")]
     n_layer: int
     n_head: int
-    scale: Annotated[float, about("of the scores before the softmax: 1 / √head_dim")]
+    scale: Annotated[float, about("factor of the scores before the softmax: 1 / √head_dim")]
     data: list[HeadAttention]
     replaced_characters: int
     dropped_characters: int
@@ -298,9 +304,9 @@ class TokenizerInfo(msgspec.Struct):
 
     tokenizer_class: Literal["CharTokenizer"]
     vocab_size: int
-    bos_token: Annotated[str | None, about("what an empty prompt means: a line break, if in the vocabulary")]
-    eos_token: Annotated[str | None, about("what ends a text: of a model of records a line break")]
-    unk_token: Annotated[str | None, about("the unknown symbol, U+FFFD, of a vocabulary without rare characters")]
+    bos_token: Annotated[str | None, about("the meaning of an empty prompt: a line break, or the end of a record")]
+    eos_token: Annotated[str | None, about("the end of a record: a line break, or U+001E after several lines")]
+    unk_token: Annotated[str | None, about("the unknown symbol, U+FFFD, if the vocabulary has no rare characters")]
     pad_token: None
 
 
@@ -328,7 +334,7 @@ class ServedModel(msgspec.Struct):
     checkpoint_sha256: str
     config: Annotated[dict[str, Any], about("hyperparameters of the network")]
     vocabulary: Annotated[str, about("every character; its index is its id")]
-    records: Annotated[bool, about("it was trained on records: a prompt begins one, a line break ends it")]
+    records: Annotated[bool, about("true: trained on records; a prompt begins a record, and the model ends it")]
     example_prompt: Annotated[str, about("a text to begin with; empty for records")]
     training: Annotated[dict[str, Any], about("training.json without paths: recipe, data and losses")]
 
@@ -348,14 +354,16 @@ class Limits(msgspec.Struct):
     max_running_requests: int
     max_queued_requests: int
     request_timeout_seconds: float
-    max_attention_characters: Annotated[int, about("of a text for /v1/attention and this model; 0: not available")]
+    max_attention_characters: Annotated[
+        int, about("maximum length of a text for /v1/attention and this model; 0: not available")
+    ]
 
 
 class Info(msgspec.Struct):
     """Answer of GET /info."""
 
-    model: Annotated[ServedModel, about("the one that the query names, ?model=NAME; else the default")]
-    models: Annotated[list[str], about("names of all that are served")]
+    model: Annotated[ServedModel, about("the model that the query names (?model=NAME), or the default")]
+    models: Annotated[list[str], about("names of all served models")]
     limits: Limits
     unknown_characters: UnknownCharacters
     backend: str

@@ -1,7 +1,7 @@
-"""The bodies of requests: each field's name, type, bounds, default and meaning, stated once and shown in /docs.
+"""The bodies of requests: the name, type, bounds, default and meaning of each field, which /docs shows.
 
-Pydantic models, which explain what is wrong with a field; reading.py decodes the JSON. Bounds that depend on the served
-model or the settings are checked by the routes.
+Pydantic models explain an invalid field. reading.py decodes the JSON. The routes check bounds that depend on the served
+model or the settings.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MAX_BIASES = 10_000
 MAX_BAD_WORDS = 256
 MAX_LOGPROB_IDS = 128
 MAX_ID = 2**31 - 1
-MAX_SEQUENCES = 10_000  # of a request, whatever the server's limit is
+MAX_SEQUENCES = 10_000  # maximum of a request, whatever the server's limit
 MAX_ATTENTION_CHARACTERS = 256
 
 Item = TypeVar("Item")
-# Validated up to the first error, as only that is reported.
+# Validated up to the first error, because only that is reported.
 List = Annotated[list[Item], Field(fail_fast=True)]
 Character = Annotated[str, Field(min_length=1, max_length=1)]
-# A text of the model's characters: this format stands for a pattern that would list thousands of them.
+# A text of the model's characters. This format replaces a pattern that would list thousands of them.
 Text = Annotated[str, Field(json_schema_extra={"format": "vocabulary"})]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 Pattern = Annotated[str, Field(min_length=1, json_schema_extra={"format": "regex"})]
@@ -66,13 +66,13 @@ def _sampling(name: str) -> Any:
 
 
 class Body(BaseModel):
-    """A request body. Invalid fields are refused; null means a field's default.
+    """A request body. Invalid fields are refused. null means the default of a field.
 
-    Unknown fields are named in the validation's context, a list, unless they are likely to be meant for known ones.
+    The validation's context, a list, gets the names of unknown fields, unless they are probably typos of known ones.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-    path: ClassVar[str] = ""  # of this body's fields, in errors
+    path: ClassVar[str] = ""  # prefix of this body's fields in errors
 
     @model_validator(mode="before")
     @classmethod
@@ -111,7 +111,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """How a stream reports usage."""
+    """Options for the usage in a stream."""
 
     path: ClassVar[str] = "stream_options."
 
@@ -176,8 +176,8 @@ class GenerationRequest(ModelRequest):
 
     prompt: Text | List[Text] | List[Id] | List[List[Id]] = _field("", "ROMEO:")
     """text to continue, or a list of texts, or ids. An empty text means the beginning of a document: a line break that
-    is not part of the answer. For a model of records, a text is the beginning of one: a line break precedes it unseen,
-    and one ends the answer"""
+    is not part of the answer. For a model of records, a text is the beginning of one: the end of another precedes it
+    unseen, and the answer ends at its own. That is a line break, or U+001E if records have several lines"""
     truncate_prompt_tokens: int | None = _field(None, 500, ge=-1, le=MAX_ID)
     """use only the last this many characters of each prompt; -1: as many as are accepted"""
     suffix: Text | None = _field(None, "\n\nJULIET:")
@@ -193,7 +193,7 @@ class GenerationRequest(ModelRequest):
     """minimum number of characters: stops before this are ignored, and `regex` and `choice` match with at least so
     many"""
     ignore_eos: bool = _field(False, True)
-    """of a model of records: go on after the line break that ends one; no effect on other models, which have no
+    """of a model of records: go on after the end of one; no effect on other models, which have no
     end-of-text character"""
     n: int = _field(1, 2, ge=1, le=MAX_SEQUENCES)
     """answers per prompt; the server limits prompts × n"""
@@ -326,7 +326,7 @@ class GenerationRequest(ModelRequest):
 
     @property
     def has_max_tokens(self) -> bool:
-        """Whether it was given."""
+        """True if the request has max_tokens."""
         return "max_tokens" in self.model_fields_set
 
     @property

@@ -1,8 +1,8 @@
 """The OpenAPI document of a server, and the page that shows it: /openapi.json and /docs.
 
-Built from the table of routes (app.py) and the schemas of requests (bodies.py) and answers (answers.py), with the
-bounds that this server's settings and checkpoint add and examples in its vocabulary. A test holds the document against
-the application, and schemathesis holds a running server against the document.
+The document is built from the table of routes (app.py) and the schemas of requests (bodies.py) and answers
+(answers.py). It adds the bounds of this server's settings and checkpoint, and examples in its vocabulary. A test
+compares the document with the application, and schemathesis compares a running server with the document.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ _ERROR_HEADERS = {
     503: ["Retry-After", "X-Should-Retry"],
     504: ["X-Should-Retry"],
 }
-BODY = (400, 404, 408, 413, 415, 429)  # of routes with a body
-RUN = (429, 503, 504)  # of routes that run the model
+BODY = (400, 404, 408, 413, 415, 429)  # statuses of routes with a body
+RUN = (429, 503, 504)  # statuses of routes that run the model
 
 MILLISECONDS = {"type": "number", "minimum": 0}
 HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-Request-Id": ("The request's id: the client's own, or a new one", {"type": "string"}),
     "Retry-After": ("Seconds; an error during shutdown may lack it", {"type": "integer"}),
     "X-Should-Retry": (
-        "false of what took long and is likely to fail again: openai's SDKs do not repeat it",
+        "false if the request took long and would probably fail again: openai's SDKs then do not repeat it",
         {"const": "false"},
     ),
     "X-Ignored-Fields": (
@@ -103,8 +103,8 @@ HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"type": "string"},
     ),
     "X-Checkpoint": ("SHA-256 of the checkpoint", {"type": "string"}),
-    "X-Backend": ("What ran the model", {"type": "string"}),
-    "X-Dtype": ("Arithmetic of the model", {"type": "string"}),
+    "X-Backend": ("Backend that ran the model", {"type": "string"}),
+    "X-Dtype": ("Number format of the model", {"type": "string"}),
     "X-Seed": ("Seeds, one per prompt, of at most 128", {"type": "string", "pattern": "^[0-9]+(,[0-9]+)*$"}),
     "X-Queue-Time": ("Milliseconds until a cache slot was free", MILLISECONDS),
     "X-Prefill-Time": ("Milliseconds from the cache slot to the first character", MILLISECONDS),
@@ -119,41 +119,41 @@ Handler = Callable[[Service, Request], Coroutine[Any, Any, None] | None]
 
 @dataclass(frozen=True)
 class Operation:
-    """One route: how it is served and how it is described; its handler's docstring is its summary."""
+    """A route with its handler and its description. The docstring of the handler is the summary."""
 
     path: str
     handler: Handler
     name: str  # operationId
     tag: str
     answer: type[msgspec.Struct] | None = None
-    request: type[BaseModel] | None = None  # the body; without one the method is GET
+    request: type[BaseModel] | None = None  # schema of the body; None: the method is GET
     events: tuple[type[msgspec.Struct], ...] = ()  # of a stream
     runs_model: bool = False
-    failures: tuple[int, ...] = ()  # besides those of each that has a body or runs the model
+    failures: tuple[int, ...] = ()  # besides BODY and RUN
     is_probe: bool = False
 
     @property
     def is_quiet(self) -> bool:
-        """Logged at level debug, and within no client's limits."""
+        """True: logged at level debug, and not counted in limits of clients."""
         return self.is_probe or self.path == "/metrics"
 
     def is_public(self, settings: Settings) -> bool:
-        """Needs no API key."""
+        """True: needs no API key."""
         return self.is_probe or (self.is_quiet and settings.public_metrics)
 
     @functools.cached_property
     def is_refused_early(self) -> bool:
-        """While the client's queue is full, before the body is read."""
+        """True: refused before the body is read while the client's queue is full."""
         return self.runs_model and self.request is not None and self.answer is not AttentionAnswer
 
     @functools.cached_property
     def reads_body(self) -> bool:
-        """A client that leaves is seen only once all that it announced has come; so streams wait for it too."""
+        """True: the whole body is read first. Otherwise a client that leaves would go unnoticed during a stream."""
         return self.request is not None or bool(self.events)
 
     @property
     def methods(self) -> list[str]:
-        """HEAD comes with GET, except where GET runs a generation."""
+        """The methods. HEAD comes with GET, unless GET runs a generation."""
         return ["POST"] if self.request else ["GET"] if self.events else ["GET", "HEAD"]
 
 
@@ -166,10 +166,10 @@ def build_document(
     attention: Mapping[str, int] | None = None,
     example: str = "",
 ) -> dict[str, Any]:
-    """OpenAPI 3.1 of a server with these settings, with examples for a model (by default, of the service's name).
+    """Return the OpenAPI 3.1 document of a server with these settings, with examples for a model.
 
-    tokenizer: the model's; example: a prompt for it; vocab_size: of the largest vocabulary that is served; attention:
-    bounds of fields of /v1/attention, of the largest model.
+    tokenizer: the model's; example: a prompt for it; vocab_size: that of the largest vocabulary served; attention:
+    bounds of fields of /v1/attention, for the largest model.
     """
     operations, model = list(operations), model or settings.model_name
     vocab_size = max(vocab_size, tokenizer.vocab_size)
@@ -271,7 +271,7 @@ def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings
 
 
 def _event_stream(events: tuple[type[msgspec.Struct], ...]) -> dict[str, Any]:
-    """OpenAPI 3.1 cannot describe events: their schema is given as 3.2 does, with the prefix x-."""
+    """Describe a stream. OpenAPI 3.1 cannot describe events, so this uses the schema of 3.2 with the prefix x-."""
     named: list[type[msgspec.Struct]] = [*events, Error]
     references = [_ref("schemas", event.__name__) for event in named]
     data = {"contentMediaType": "application/json", "contentSchema": {"anyOf": references}}
@@ -302,7 +302,7 @@ def _json(schema: str, **more: Any) -> dict[str, Any]:
 
 
 def _request_examples(request: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Bodies of the examples of their fields."""
+    """Return bodies made of the examples of their fields."""
     examples = {name: field["examples"][0] for name, field in schemas[request.__name__]["properties"].items()}
     (main,) = [name for name in ("prompt", "texts", "text", "tokens") if name in examples]
     body = {main: examples[main]}
@@ -327,7 +327,7 @@ def _request_examples(request: type[BaseModel], schemas: dict[str, Any]) -> dict
 
 
 def _in_vocabulary(value: Any, tokenizer: CharTokenizer) -> Any:
-    """An example, with unknown characters and ids replaced."""
+    """Return an example with unknown characters and ids replaced."""
     match value:
         case str():
             return tokenizer.adapted(value)
@@ -344,7 +344,7 @@ TEXTS = {
     "prompt", "suffix", "choice", "allowed_characters", "allowed_token_ids", "stop_token_ids", "bad_words",
     "logit_bias", "logprob_token_ids", "texts", "prefix", "continuations", "tokens", "text",
 }  # fmt: skip
-Bounds = dict[str, dict[str, int]]  # by what they are of: string, integer, object, ids (a list of them), array
+Bounds = dict[str, dict[str, int]]  # by type: string, integer, object, ids (a list of ids), array
 
 
 def _add_limits(
@@ -357,7 +357,7 @@ def _add_limits(
     attention: Mapping[str, int],
     example: str,
 ) -> None:
-    """State what the routes check against the settings and the vocabulary; make the examples valid here."""
+    """Add the bounds that the routes check against settings and vocabulary, and make the examples valid."""
     V, longest, most, texts = vocab_size, settings.max_prompt_characters, settings.max_prompts, settings.max_score_texts
     id, tokens, count = {"maximum": V - 1}, {"maximum": settings.max_tokens}, {"maximum": most}
     pattern = {"maxLength": settings.max_regex_characters}
@@ -391,7 +391,7 @@ def _add_limits(
             if name == "model":
                 examples = [model]
             elif name == "prompt" and request is not b.NextRequest:
-                # Records begin with nothing, which shows little: with a letter.
+                # Records begin with an empty prompt. A letter shows more.
                 examples = [example.strip() or next(filter(str.isalpha, tokenizer.characters), tokenizer.characters[0])]
             elif name in ("max_tokens", "min_tokens"):
                 field["default"] = min(field["default"], settings.max_tokens)
@@ -403,7 +403,7 @@ def _add_limits(
 
 
 def _bound(schema: dict[str, Any], bounds: Bounds) -> None:
-    """Add bounds to each schema of their type within a field's."""
+    """Add bounds to each schema of their type within the schema of a field."""
     type, items = schema.get("type", ""), schema.get("items", {})
     if type == "array":
         type = "pairs" if "prefixItems" in items else "ids" if items.get("type") == "integer" else type
@@ -414,7 +414,7 @@ def _bound(schema: dict[str, Any], bounds: Bounds) -> None:
 
 
 def _query_parameters(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of GET /generate: the fields of POST /generate that a query can hold."""
+    """Return the parameters of GET /generate: the fields of POST /generate that a query can hold."""
     for name, field in fields.items():
         # The first branch of each field is the plain one, but a query can have several stops.
         schema = field["anyOf"][1 if name == "stop" else 0]
@@ -431,7 +431,7 @@ def _query_parameters(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def documentation(settings: Settings, document: dict[str, Any]) -> dict[str, File]:
-    """The document and its page by path, with Swagger UI from its package: the page must work offline.
+    """Return the document and its page by path. Swagger UI comes from its package, so the page works offline.
 
     The page's links are relative, so that any prefix works.
     """

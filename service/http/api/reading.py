@@ -1,9 +1,9 @@
-"""Reads the bodies of requests: msgspec decodes the JSON, pydantic checks the fields and says what is wrong with one.
+"""Reads the bodies of requests. msgspec decodes the JSON. pydantic checks the fields and explains an invalid one.
 
-msgspec alone checks most requests, whose fields are plain: this takes 1 µs instead of 7, of about 85 for a request.
-A large body is decoded field by field, and its long lists slice by slice, so that none blocks the event loop for long.
-Such lists do not pass pydantic, which takes 0.2 µs for an id. The same is accepted either way, and refused in the same
-words, unless it is too large to look for what is wrong.
+msgspec alone checks most requests, because their fields are plain. It takes 1 µs instead of 7 µs; a request takes about
+85 µs. A large body is decoded field by field, and its long lists slice by slice, so that none blocks the event loop for
+long. Such lists skip pydantic, which takes 0.2 µs for an id. Both ways accept the same bodies, and refuse the others
+with the same message, unless a body is too large to explain its error.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ AnyRequest = TypeVar("AnyRequest", bound=b.ModelRequest)
 
 LARGE_BODY_BYTES = 1 << 16
 LARGE_FIELD_BYTES = 1 << 12
-DECODED_BYTES = 1 << 17  # of a list of ids at a time: about 1 ms
-MAX_ITEMS = 1 << 17  # of one field, that pydantic gets: about 20 ms. Where it gets them, no valid value has so many.
+DECODED_BYTES = 1 << 17  # of a list of ids decoded at a time: about 1 ms
+MAX_ITEMS = 1 << 17  # items of a field for pydantic: about 20 ms. No valid value has so many.
 
 _decode = msgspec.json.decode
 _decode_any = msgspec.json.Decoder(float_hook=float).decode  # 1e400 is JSON, and infinite
 
-# What a union or a list must be, in place of one pydantic message per branch.
+# The expected value of a union or a list, instead of one pydantic message for each branch.
 EXPECTED = {
     "prompt": "a text, a list of texts, or one or more lists of ids",
     "stop": f"a text or a list of at most {b.MAX_STOPS}, of 1 to 1000 characters each",
@@ -55,9 +55,9 @@ EXPECTED = {
 
 
 def parse(kind: type[AnyRequest], fields: Any, *, is_query: bool = False) -> AnyRequest:
-    """The request of the fields in a body, or in a query, whose values are strings.
+    """Return the request from the fields of a body, or of a query, whose values are strings.
 
-    Raises ApiError: 400, with the field, what was given and what is allowed.
+    Raises ApiError: 400, with the field, the value given and the values allowed.
     """
     ignored: list[str] = []
     try:
@@ -79,7 +79,7 @@ def _expected(name: str) -> ApiError:
 
 # -- plain requests, by msgspec --
 
-# The fields that most requests have no others than; of their types the first: a text, not a list of texts.
+# Most requests have only these fields, with the first of their types: a text, not a list of texts.
 _PLAIN = (
     "model", "prompt", "max_tokens", "min_tokens", "n", "seed", "stop", "stream", "logprobs", "echo",
     "timeout_seconds", *SAMPLING_META,
@@ -87,14 +87,14 @@ _PLAIN = (
 
 
 class PlainRequest(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """A generation request of plain fields, which msgspec validates in a tenth of pydantic's time.
+    """A generation request with plain fields only, which msgspec validates in a tenth of pydantic's time.
 
-    Has the attributes of a GenerationRequest, from which it is derived: what is not accepted here is given to that.
+    It has the attributes of a GenerationRequest. If it refuses a body, that class checks the body.
     """
 
 
 def _plain_type(field: FieldInfo) -> Any:
-    """The first type of a field, with its bounds, as msgspec has them."""
+    """Return the first type of a field, with its bounds, for msgspec."""
     hint, constraints = field.annotation, [*field.metadata]
     while args := get_args(hint):
         hint = args[0]
@@ -110,7 +110,7 @@ def _plain_type(field: FieldInfo) -> Any:
 
 @functools.cache
 def _plain_kind(kind: type[b.GenerationRequest]) -> Any:
-    """A PlainRequest with the bounds and defaults of the kind, which `max_tokens` lacks."""
+    """Return a PlainRequest with the bounds and defaults of the kind, except for `max_tokens`."""
     defaults = {name: it.get_default(call_default_factory=True) for name, it in kind.model_fields.items()}
     fields: list[Any] = [
         (name, _plain_type(kind.model_fields[name]), None if name == "max_tokens" else defaults.pop(name))
@@ -123,7 +123,7 @@ def _plain_kind(kind: type[b.GenerationRequest]) -> Any:
 
 
 def _plain(kind: type[b.ModelRequest], fields: Any) -> Any:
-    """A PlainRequest that means the same as `parse`; None: that has to decide."""
+    """Return a PlainRequest that means the same as the result of `parse`; None: use `parse`."""
     if not issubclass(kind, b.GenerationRequest):
         return None
     try:
@@ -139,13 +139,13 @@ def _plain(kind: type[b.ModelRequest], fields: Any) -> Any:
 
 
 def read(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    """The request in a JSON body. Raises ApiError: 400, it is not valid JSON; otherwise as `parse`."""
+    """Return the request in a JSON body. Raises ApiError: 400, it is not valid JSON; otherwise as `parse`."""
     fields = decode(body)
     return _plain(kind, fields) or parse(kind, fields)
 
 
 def decode(part: bytes, body: bytes | None = None) -> Any:
-    """The value of a body, or of a part of one.
+    """Return the value of a body, or of a part of one.
 
     Raises ApiError: 400, it is not valid JSON, or has an object with a repeated name.
     """
@@ -158,9 +158,9 @@ def decode(part: bytes, body: bytes | None = None) -> Any:
 
 
 def _check_names(part: bytes, value: Any) -> None:
-    """Raises ApiError: 400, an object has a name twice: parsers differ in which of the two counts."""
+    """Refuse a name that an object has twice, because parsers differ in which one counts. Raises ApiError: 400."""
     if isinstance(value, dict):
-        # Each name and each text has two quotes; more are of what is nested, of escapes, or of a repeated name.
+        # Each name and each text has two quotes. More belong to nested values, escapes or a repeated name.
         num_texts = sum([isinstance(it, str) for it in value.values()])
         if part.count(b'"') == 2 * (len(value) + num_texts):
             return
@@ -186,21 +186,21 @@ def _repeated(name: str) -> ApiError:
 _decode_pairs = json.JSONDecoder(object_pairs_hook=_distinct).decode
 
 
-# An escaped half of a surrogate pair without its other half, or one in UTF-8. The backslash is not itself escaped.
+# One half of a surrogate pair without the other, as an escape or in UTF-8. The backslash itself is not escaped.
 _LONE_SURROGATE = re.compile(
     rb"(?:(?<!\\)(?:\\\\)+|(?<!\\)(?<!\\u[dD][89abAB][0-9a-fA-F]{2}))"
     rb"\\u([dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})|[c-fC-F][0-9a-fA-F]{2}))"
     rb"|(\xed[\xa0-\xbf][\x80-\xbf])"
 )
 _NO_NUMBER = re.compile(rb"NaN|Infinity")  # as JavaScript and Python write them
-SURROGATE_BYTES = 1 << 16  # looked at, before the place of an error
+SURROGATE_BYTES = 1 << 16  # searched before the place of an error
 _PLACE = re.compile(r" \(byte (\d+)\)$")  # at the end of msgspec's reasons
 
 
 def _invalid_json(body: bytes, error: Exception, start: int = 0, length: int | None = None) -> ApiError:
-    """The error for a body that cannot be parsed; it is named if a lone surrogate is the reason.
+    """Return the error for a body that cannot be parsed. It says if a lone surrogate is the reason.
 
-    start, length: of the part that the parser saw.
+    start, length: the part that the parser has seen.
     """
     place = start + (len(body) if length is None else length)
     if isinstance(error, RecursionError):
@@ -208,7 +208,7 @@ def _invalid_json(body: bytes, error: Exception, start: int = 0, length: int | N
     elif isinstance(error, UnicodeDecodeError):
         try:
             body.decode()
-        except UnicodeDecodeError as whole:  # msgspec says the place within a text
+        except UnicodeDecodeError as whole:  # msgspec gives the place within a text
             error = whole
         reason, place = str(error), error.start
     else:
@@ -230,16 +230,16 @@ def _invalid_json(body: bytes, error: Exception, start: int = 0, length: int | N
 
 
 class BodyReader:
-    """Parses one large body at a time, each client's in turn, so that many of one hold up others no longer than one."""
+    """Parses one large body at a time, with the clients in turn, so many bodies of one client delay others little."""
 
     def __init__(self, settings: Settings):
         self._settings = settings
         self._lock = FairLock()
 
     async def read(self, kind: type[AnyRequest], body: bytes, client: str) -> AnyRequest:
-        """The request in a large JSON body.
+        """Return the request in a large JSON body.
 
-        Raises ApiError: 400, with the field, what was given and what is allowed.
+        Raises ApiError: 400, with the field, the value given and the values allowed.
         """
         async with self._lock.held(client):
             await asyncio.sleep(0)
@@ -253,13 +253,13 @@ _FIRST_ITEM = re.compile(rb"\[\s*(.)")
 
 
 async def read_large(kind: type[AnyRequest], body: bytes, settings: Settings) -> AnyRequest:
-    """As `read`. What is too much for the settings is zeros or empty texts, for the handler to refuse."""
+    """Like `read`. Values beyond the settings become zeros or empty texts, which the handler refuses."""
     pause = Pause()
-    small: dict[str, Any] = {}  # what pydantic gets
+    small: dict[str, Any] = {}  # values for pydantic
     large: dict[str, list[Any]] = {}
     fields = _fields(kind, body)
     is_cut = bytes(fields.get("truncate_prompt_tokens", b"null")) != b"null"
-    longest = settings.max_body_bytes if is_cut else settings.max_prompt_characters  # of a prompt's ids
+    longest = settings.max_body_bytes if is_cut else settings.max_prompt_characters  # limit of a prompt's ids
     for name, its in fields.items():
         await pause.if_due()
         raw = bytes(its)
@@ -282,13 +282,13 @@ async def read_large(kind: type[AnyRequest], body: bytes, settings: Settings) ->
 
 
 class _Name(str):
-    """The name of a field: a type that msgspec leaves to `dec_hook`, one name after the other."""
+    """The name of a field. msgspec leaves this type to `dec_hook`, one name after the other."""
 
     __slots__ = ()
 
 
 def _fields(kind: type[b.ModelRequest], body: bytes) -> dict[str, Raw]:
-    """The JSON of each field given."""
+    """Return the JSON of each given field."""
     names, unknown = set[str](), list[str]()
 
     def checked(_: type, name: str) -> _Name:
@@ -297,13 +297,13 @@ def _fields(kind: type[b.ModelRequest], body: bytes) -> dict[str, Raw]:
         names.add(name)
         if name not in kind.model_fields and name != "structured_outputs":
             unknown.append(name)
-            if len(unknown) > MAX_UNKNOWN_FIELDS:  # refuses them: there can be hundreds of thousands
+            if len(unknown) > MAX_UNKNOWN_FIELDS:  # it refuses them, because there can be hundreds of thousands
                 check_unknown(kind.path, unknown, tuple(kind.model_fields), names)
         return _Name(name)
 
     try:
         if not body.isascii():
-            body.decode()  # msgspec does not look into what it skips
+            body.decode()  # msgspec does not check the parts that it skips
         fields = _decode(body, type=dict[_Name, Raw], dec_hook=checked)
     except msgspec.ValidationError:
         raise ApiError(400, "body: Input should be an object") from None
@@ -317,7 +317,7 @@ def _fields(kind: type[b.ModelRequest], body: bytes) -> dict[str, Raw]:
 
 
 async def _items(name: str, raw: bytes, settings: Settings, longest: int, pause: Pause) -> list[Any]:
-    """What is in a large list: texts, ids, or lists of ids. Raises what msgspec does: it is not valid."""
+    """Return the items of a large list: texts, ids, or lists of ids. Raises msgspec's error if it is invalid."""
     first = _FIRST_ITEM.match(raw)[1]  # type: ignore[index]  # a list, as `raw` was checked
     if first in b'"]':
         count, limit = raw.count(b'"') // 2, max(settings.max_prompts, settings.max_score_texts)
@@ -343,7 +343,7 @@ async def _prompt(raw: bytes, longest: int, pause: Pause) -> list[int]:
 async def _ids(raw: bytes, pause: Pause) -> list[int]:
     if raw[:1] != b"[":
         raise msgspec.ValidationError("Expected `array`")
-    ids, start, end = [], 1, len(raw) - 1  # between brackets
+    ids, start, end = [], 1, len(raw) - 1  # the part between the brackets
     while start <= end:
         comma = raw.find(b",", start + DECODED_BYTES, end)
         stop = end if comma < 0 else comma

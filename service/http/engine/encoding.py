@@ -10,7 +10,7 @@ from service.http.api.bodies import ModelRequest, Prompt
 from service.http.api.errors import ApiError, invalid
 from service.http.engine.model import Model
 from service.http.service import Service
-from service.model.tokenizer import UnknownCharacterError
+from service.model.tokenizer import UNKNOWN, UnknownCharacterError
 from service.words import plural
 
 MAX_LISTED = 20  # unknown characters that an error names
@@ -37,6 +37,13 @@ class Encoder:
         ids: list[int] = []
         await self._encode(text, param, index, ids.extend)
         return ids
+
+    async def encode_counting(self, text: str, param: str, index: int | None) -> tuple[list[int], int]:
+        """`encode`, and how many characters the model does not know; its unknown symbol in the text is one too."""
+        before = self.replaced + self.dropped
+        ids = await self.encode(text, param, index)
+        own = 0 if self.tokenizer.unknown_id is None else text.count(UNKNOWN)
+        return ids, self.replaced + self.dropped - before + own
 
     async def count(self, text: str, param: str) -> int:
         """Return the number of ids that `encode` would give. Raises the same."""
@@ -148,13 +155,13 @@ def check_ids(model: Model, ids: list[int], param: str, name: str | None = None)
 
 
 def begun(model: Model, ids: list[int], param: str) -> list[int]:
-    """Return a prompt as the model sees it. A model of records gets a line break first, if the prompt has none there.
+    """Return a prompt as the model sees it. A model of records gets the end of one first, if it is not there.
 
     An empty prompt means the beginning of a document, a line break. Raises ApiError: 400, the vocabulary has none.
     """
     end = model.record_end
-    if end is not None and ids and ids[0] != end:
-        return [end, *ids]
+    if end is not None:
+        return ids if ids[:1] == [end] else [end, *ids]
     if ids:
         return ids
     if "\n" not in model.tokenizer:

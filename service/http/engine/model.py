@@ -26,3 +26,4 @@ class Model:
         self.created_at = version.created_at
         self.receptive_field = checkpoint.config.receptive_field
         self.record_end = checkpoint.record_end  # see Checkpoint
+        self.record_end_character = checkpoint.record_end_character

@@ -90,7 +90,7 @@ class SequenceState:
         self.answers_replay_left = self.num_answers
 
     def skip_text(self, text: str) -> int:
-        """How many of these characters have arrived before."""
+        """Return how many of these characters have arrived before."""
         count = min(len(text), self.replay_left)
         self.replay_left -= count
         self.replay_checksum = zlib.crc32(text[:count].encode(), self.replay_checksum)
@@ -98,11 +98,11 @@ class SequenceState:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the text that came again is another one than before; known once all of it has come."""
+        """True if the repeated text differs from the first one. Valid when all of it has arrived again."""
         return not self.replay_left and self.replay_checksum != self.checksum
 
     def skip_rest(self, delta: Delta) -> None:
-        """Take from a delta what has arrived before, beside text."""
+        """Remove everything except text that has arrived before from a delta."""
         if delta.logprobs is not None and self.logprobs_replay_left:
             self.logprobs_replay_left -= len(delta.logprobs.take(self.logprobs_replay_left))
         if delta.prompt_logprobs is not None and self.prompt_replay_left:

@@ -167,7 +167,7 @@ def _draw(service: Service, client: str, body: GenerationRequest, prompts: list[
             raise invalid(name, f"at most {limit}, got {given}")
         limits.append(body.n * (limit if given is None else given))
     if most is not None:
-        num_prompt = sum(len(prompt) + 1 for prompt in prompts)  # including the line break before a record
+        num_prompt = sum(len(prompt) + 1 for prompt in prompts)  # including what precedes a record
         limits[1] = max(body.max_tokens, min(limits[1], (most - num_prompt) // len(prompts)))
     return Draw(body.n, *limits)
 
@@ -246,6 +246,7 @@ async def _then_score(
 async def _constrain(client: str, model: Model, body: GenerationRequest, submit: Submit, is_infill: bool) -> None:
     """Set the patterns that a request asks for. is_infill: a suffix follows."""
     allowed, end = None, None if body.ignore_eos or not body.max_tokens else model.record_end
+    end_character = model.record_end_character
     if body.allowed_characters is not None:
         unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in model.tokenizer]
         if unknown:
@@ -255,7 +256,8 @@ async def _constrain(client: str, model: Model, body: GenerationRequest, submit:
         check_ids(model, body.allowed_token_ids, "allowed_token_ids")
         allowed = frozenset(model.tokenizer.decode(body.allowed_token_ids))
     if body.stop_regex is not None:
-        stop_pattern = await model.patterns.compile(client, "stop_regex", body.stop_regex)
+        within = None if end is None else model.checkpoint.text_characters
+        stop_pattern = await model.patterns.compile(client, "stop_regex", body.stop_regex, within)
         if stop_pattern.matches_empty:
             raise invalid("stop_regex", "must not match the empty text")
         submit.stop_pattern = stop_pattern.packed
@@ -263,11 +265,13 @@ async def _constrain(client: str, model: Model, body: GenerationRequest, submit:
         param = "regex" if body.choice is None else "choice"
         pattern, words = body.regex or tuple(body.choice or ()), tuple(body.bad_words or ())
         if is_infill and end is not None:  # the record goes on after the answer
-            allowed = (frozenset(model.tokenizer.characters) if allowed is None else allowed) - {"\n"}
+            allowed = (frozenset(model.tokenizer.characters) if allowed is None else allowed) - {end_character}
             end = None
-        its_last = None if end is None else "\n"
+        elif end is not None and (within := model.checkpoint.text_characters):
+            allowed = within if allowed is None else allowed & within
+        its_last = None if end is None else end_character
         constraint = await model.patterns.compile(client, param, pattern, allowed, its_last, words)
-        # The line break that ends a record is usually not part of the answer.
+        # What ends a record is usually not part of the answer.
         its_end = int(end is not None and not body.include_stop_str_in_output)
         if constraint.min_length - its_end > body.max_tokens:
             shortest = plural(constraint.min_length - its_end, "character")
@@ -281,9 +285,8 @@ async def _constrain(client: str, model: Model, body: GenerationRequest, submit:
             its = constraint.packed, body.min_tokens, body.max_tokens
             submit.minimum = await model.patterns.minimum(client, param, *its)
     elif allowed is not None or body.bad_words or (body.min_tokens and end is not None):
-        # Of a record, the line break that ends it too.
-        words = tuple(body.bad_words or ())
-        compiled = await model.patterns.compile(client, "bad_words", words, allowed, None if end is None else "\n")
+        words, its_last = tuple(body.bad_words or ()), None if end is None else end_character  # allowed too
+        compiled = await model.patterns.compile(client, "bad_words", words, allowed, its_last)
         submit.constraint = compiled.packed
         submit.may_leave = False
         if end is not None:
@@ -299,7 +302,7 @@ async def _begin_records(client: str, model: Model, body: GenerationRequest, sub
     """Forbid an empty record, because the model was trained on none."""
     begins = [] if body.min_tokens else [it for it in submits if it.prompt[-1] == model.record_end]
     if begins and begins[0].constraint is None:
-        first = (await model.patterns.compile(client, "prompt", "[^\n]")).packed
+        first = (await model.patterns.compile(client, "prompt", f"[^{model.record_end_character}]")).packed
         for submit in begins:
             submit.constraint, submit.constrains_first = first, True
     elif begins:
@@ -309,8 +312,8 @@ async def _begin_records(client: str, model: Model, body: GenerationRequest, sub
 
 
 async def _record_minimum(client: str, model: Model, body: GenerationRequest, packed: bytes, length: int) -> bytes:
-    """For records of at least `length` characters and the line break that ends them, or of max_tokens."""
-    wanted = f"{plural(length, 'character')} before the line break that ends it"
+    """For records of at least `length` characters and what ends them, or of max_tokens."""
+    wanted = f"{plural(length, 'character')} before the end of the record"
     longest = body.max_tokens + (body.regex is not None or body.choice is not None)
     return await model.patterns.minimum(client, _limiting(body), packed, length + 1, max(longest, length + 1), wanted)
 

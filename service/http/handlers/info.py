@@ -71,8 +71,8 @@ def tokenizer_info(service: Service, request: Request) -> None:
     """Describe the tokenizer, as vLLM does."""
     model = service.find(dict(request.query_fields).get("model"))
     tokenizer = model.tokenizer
-    beginning = "\n" if "\n" in tokenizer else None
-    end = None if model.record_end is None else "\n"
+    end = model.record_end_character
+    beginning = end or ("\n" if "\n" in tokenizer else None)
     unknown = None if tokenizer.unknown_id is None else UNKNOWN
     _respond(request, s.TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, unknown, None))
 
@@ -123,14 +123,14 @@ def info(service: Service, request: Request) -> None:
 
 
 def livez(service: Service, request: Request) -> None:
-    """Whether this HTTP process answers, and the main process is responsive."""
+    """Check that this HTTP process answers and the main process is responsive."""
     if not service.state.is_responsive("main", 2 * service.settings.hang_seconds):
         return _respond(request, s.Status("main process hangs"), 503)
     _respond(request, s.Status("alive"))
 
 
 def readyz(service: Service, request: Request) -> None:
-    """Whether requests are accepted: not while starting, without a worker, or shutting down."""
+    """Check that requests are accepted: not at the start, without a worker, or during a shutdown."""
     if service.state.is_in("leaving"):
         return _respond(request, s.Status("draining" if service.state.is_in("draining") else "shutting down"), 503)
     if not service.is_ready:

@@ -29,7 +29,7 @@ async def score(service: Service, request: Request) -> None:
     """Score texts, or rank continuations of a prefix."""
     body, model = await service.read(ScoreRequest, request)
     encoder, is_ranking = Encoder(service, model, body), body.texts is None
-    before, prompts = await _encoded(service, request, encoder, body)
+    before, prompts, unknown = await _encoded(service, request, encoder, body)
     first = max(1, len(before))  # index of the first character that is scored
     # Texts of similar length run together.
     order = sorted((i for i, prompt in enumerate(prompts) if len(prompt) > first), key=lambda i: len(prompts[i]))
@@ -56,6 +56,9 @@ async def score(service: Service, request: Request) -> None:
             logprobs[i] = generation.prompt_logprobs(number)
     pause = Pause()
     scores = [await _score(i, its_logprobs, pause) for i, its_logprobs in enumerate(logprobs)]
+    if encoder.policy != "refuse" or model.tokenizer.unknown_id is not None:
+        for item in scores:
+            item.unknown_characters = unknown[item.index]
     if is_ranking:
         for rank, item in enumerate(sorted(scores, key=lambda item: (item.nats, item.index)), 1):
             item.rank = rank
@@ -74,8 +77,10 @@ async def score(service: Service, request: Request) -> None:
 
 async def _encoded(
     service: Service, request: Request, encoder: Encoder, body: ScoreRequest
-) -> tuple[list[int], list[list[int]]]:
-    """Return the ids before each text, and the ids of each text after them. The body's texts are not kept.
+) -> tuple[list[int], list[list[int]], list[int]]:
+    """Return the ids before each text, the ids of each text after them, and how many of its characters are unknown.
+
+    The body's texts are not kept.
 
     Raises ApiError: 400, there are too few or too many texts; otherwise as `encode`, `begun` and Service.hold.
     """
@@ -92,19 +97,20 @@ async def _encoded(
         before = begun(model, await encoder.encode(prefix, "prefix"), "prefix")
     else:
         before = [] if end is None else [end]
-    prompts, is_list, pause = [], not isinstance(body.texts, str), Pause()
+    prompts, unknown, is_list, pause = [], [], not isinstance(body.texts, str), Pause()
     for i, text in enumerate(texts):
-        ids = await encoder.encode(text, param, i if is_list else None)
+        ids, num_unknown = await encoder.encode_counting(text, param, i if is_list else None)
+        unknown.append(num_unknown)
         await pause.if_due()
         if body.texts is None:
             ids = before + ids
-        elif end is not None:  # score each from its first character to its final line break
+        elif end is not None:  # score each from its first character to its end
             first, last = ids[:1], ids[-1:]
             ids = ids if first == before else before + ids
             ids = ids if last == before else ids + before
         prompts.append(ids)
     body.texts, body.prefix, body.continuations = None, "", None
-    return before, prompts
+    return before, prompts, unknown
 
 
 async def _score(index: int, logprobs: Logprobs, pause: Pause) -> Score:

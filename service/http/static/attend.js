@@ -130,20 +130,20 @@ function sentences(w, seen, order) {
   const high = Math.max(...q), size = Math.round(1 / answer.scale ** 2), hidden = characters.length - seen;
   return [
     () => [
-      ["The simplest way to look back: ", c, " takes the mean of all it has seen, itself included. Each of the ", b(seen), " gets the weight ", b((1 / seen).toFixed(3)), "."],
-      ["As rows of a triangular matrix these add up to 1. Nothing here depends on the text."]],
+      ["The simplest way to look back is a plain average. ", c, " takes the mean of all characters up to itself. Each of these ", b(seen), " characters gets the weight ", b((1 / seen).toFixed(3)), "."],
+      ["The weights of a row add up to 1. They do not depend on the text."]],
     () => [
-      ["Each character emits a query, what it looks for, and a key, what it holds. Their product says how well two fit."],
-      ["For ", c, " and what it has seen the products go from ", b(fixed(Math.min(...q))), " to ", b(fixed(high)), "; ", quoted(q.indexOf(high)), " fits best."]],
+      ["Each character emits a query and a key. The query is what it looks for, and the key is what it holds. The product of a query and a key says how well the two fit."],
+      ["Between ", c, " and the characters up to it, the products range from ", b(fixed(Math.min(...q))), " to ", b(fixed(high)), ". The best fit is ", quoted(q.indexOf(high)), "."]],
     () => [
-      ["A product of ", b(size), " numbers grows with their count, so it is divided by ", b(`√${size} = ${fixed(1 / answer.scale)}`), " before the softmax: the variance of this row goes from ", b(fixed(variance(q))), " to ", b(fixed(variance(scaled))), "."],
-      ["Unscaled, the largest weight would be ", b(percent(Math.max(...softmax(q)))), " instead of ", b(percent(w[order[0]])), ". Scaled after the softmax, the row would add up to ", b(answer.scale.toFixed(3)), " and stay as sharp."]],
+      ["A product adds up ", b(size), " terms, so it grows with their number. It is divided by ", b(`√${size} = ${fixed(1 / answer.scale)}`), " before the softmax. The variance of this row falls from ", b(fixed(variance(q))), " to ", b(fixed(variance(scaled))), "."],
+      ["Without scaling, the largest weight would be ", b(percent(Math.max(...softmax(q)))), " instead of ", b(percent(w[order[0]])), ". With scaling after the softmax, the row would add up to ", b(answer.scale.toFixed(3)), " and stay as sharp."]],
     () => [
-      ["A character may not see what comes after it: that is what it is to predict. The ", b(hidden), " products after ", c, " become −∞."],
-      hidden ? ["Unmasked, they would take ", b(percent(sum(softmax(all.map((x) => x * answer.scale)).slice(seen)))), " of the weight."] : ["Choose an earlier character to see what the mask takes from it."]],
+      ["A character must not see what comes after it, because it has to predict that. The ", b(hidden), " products after ", c, " become −∞."],
+      hidden ? ["Without the mask, they would take ", b(percent(sum(softmax(all.map((x) => x * answer.scale)).slice(seen)))), " of the weight."] : ["Choose an earlier character to see what the mask takes from it."]],
     () => [
-      ["Softmax makes weights of the products: none is negative, and they add up to ", b(sum(w).toFixed(2)), "."],
-      ["Most of it: ", ...order.slice(0, 4).flatMap((j, i) => [i ? ", " : "", quoted(j), " ", b(percent(w[j]))]), `. A plain average gives each ${percent(1 / seen)}.`]],
+      ["The softmax turns the products into weights. No weight is negative, and they add up to ", b(sum(w).toFixed(2)), "."],
+      ["The largest weights: ", ...order.slice(0, 4).flatMap((j, i) => [i ? ", " : "", quoted(j), " ", b(percent(w[j]))]), `. A plain average gives each ${percent(1 / seen)}.`]],
     () => {
       const { values } = chosen, mix = values[0].map((_, i) => sum(w.map((weight, j) => weight * values[j][i])));
       const most = order.slice(0, 5).filter((j) => j < seen), largest = Math.max(1e-9, ...[mix, ...most.map((j) => values[j])].flat().map(Math.abs));
@@ -153,12 +153,12 @@ function sentences(w, seen, order) {
         return canvas;
       };
       return [
-        ["Each character also has a value, what it gives to those that look at it: ", b(mix.length), " numbers in this head, green above 0, orange below."],
+        ["Each character also has a value, which it gives to the characters that look at it. In this head a value is ", b(mix.length), " numbers, green above 0 and orange below."],
         ...most.map((j) => [strip(values[j], `Value of ${shown(characters[j])}`), quoted(j), " × ", b(percent(w[j]))]),
         [strip(mix, "The mix"), "Each value is multiplied by its weight. The sum of all ", b(seen), " is the output of this head for ", c, "."]];
     },
     () => [
-      ["Heads look at the same text in different ways, with queries and keys of their own. In layer ", b(layer + 1), ", ", c, " looks most at"],
+      ["The heads look at the same text in different ways, each with its own queries and keys. In layer ", b(layer + 1), ", ", c, " looks most at"],
       ...answer.data.filter((it) => it.layer === layer).map((it) => {
         const most = Math.max(...it.weights[row]), j = it.weights[row].indexOf(most);
         return [quoted(j), ` ${place(j)}, `, b(percent(most)), `: head ${it.head + 1}`];

@@ -38,13 +38,13 @@ async function score(signal) {
   } catch (error) { editor.fail(Failure.of(error)); }
 }
 
-const YARDSTICKS = { whole: "Validation text", bigram: "Validation text, by counting pairs" };
+const YARDSTICKS = { whole: "Validation text", bigram: "… by counting pairs" };
 
 function verdict(bits, { whole, bigram }) {
   if (whole === undefined) return "";
   const than = bits < (1 - ALIKE) * whole ? "less than" : bits > (1 + ALIKE) * whole ? "more than" : "about as much as";
   const pairs = bits > bigram ? " Counting pairs of characters predicts that text better than the model predicts this one." : "";
-  return `This text surprises the model ${than} its validation text, which it never learned from.${pairs}`;
+  return `This text surprises the model ${than} its validation text, which was held back from training.${pairs}`;
 }
 
 const row = (name, value, className = "") => [h("dt", { textContent: name }), h("dd", { textContent: value, className })];

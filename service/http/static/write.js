@@ -172,7 +172,7 @@ async function stream(requests) {
       seed ??= response.headers.get("X-Seed");
       const checkpoint = response.headers.get("X-Checkpoint");
       if (its.some((pane) => (pane.checkpoint ??= checkpoint) !== checkpoint)) {
-        throw new Failure(409, { message: "this text is of a model that is not served any more: it cannot be branched" });
+        throw new Failure(409, { message: "the model of this text is not served any more, so the text cannot be branched" });
       }
       for await (const event of events(response)) {
         if (signal.aborted) break;
@@ -233,7 +233,7 @@ function goOn(pane) {
 }
 
 async function branch(pane, at, c, logprob, top) {
-  if (isConstrained()) { $("summary").textContent = "A constrained text is one piece: it cannot be branched."; return; }
+  if (isConstrained()) { $("summary").textContent = "A constrained answer cannot be branched, because all of it has to match."; return; }
   if (!isValid()) return;
   const { tinted, checkpoint, which } = pane, kept = [...tinted.characters.slice(0, at), { c, logprob, top, className: "branch" }];
   const fresh = Object.assign(newPane(tinted.root.ariaLabel, tinted.said, kept, which), { checkpoint, isBranch: true });

@@ -1,0 +1,182 @@
+"""How a text is split into records: lines, blocks between blank lines or marks, or the cells of a table's column.
+
+Knows nothing about ids and models.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from service.model.tokenizer import RECORD_SEPARATOR
+from training.messages import Refusal, plural
+
+LINES, BLANK = "lines", "blank"  # what separates records, beside marks
+TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": ""}  # their delimiters, by suffix
+BATCH = 1 << 20  # characters of cells that are joined
+MAX_SHOWN = 5  # lines of a text, or columns of a table
+
+_SPACES = rf"[^\S\n{RECORD_SEPARATOR}]*"  # of a blank line
+_BLANK_LINES = re.compile(rf"\n(?:{_SPACES}\n)+")
+_MARKS = re.compile(rf"(?:\n{_SPACES})*{RECORD_SEPARATOR}(?:{_SPACES}(?:\n|(?={RECORD_SEPARATOR})))*")
+
+
+class DataError(Refusal):
+    """A text that cannot be found, read or trained on; the message says why and what to do."""
+
+
+def blocks(texts: Iterable[str], separator: str, name: str) -> Iterator[str]:
+    """A text in pieces, in which U+001E ends each record and stands nowhere else.
+
+    separator: BLANK, for lines that are empty or have only spaces and tabs, or a mark, which may stand anywhere. Line
+    breaks and blank lines around a record are no part of it. Two marks without a text between them give two ends.
+    name: of the text.
+
+    Raises:
+        DataError: the text has U+001E itself.
+    """
+    pattern, edge = (_BLANK_LINES, "\n\n") if separator == BLANK else (_MARKS, RECORD_SEPARATOR)
+    rest, is_first = edge, True  # as if a record had ended before
+    for text in _marked(texts, separator, name):
+        rest += text
+        cut = len(rest.rstrip())  # what follows may be the beginning of a separator
+        found, rest = pattern.sub(RECORD_SEPARATOR, rest[:cut]), rest[cut:]
+        if is_first:
+            found = found.lstrip(RECORD_SEPARATOR)
+        if found:
+            is_first = False
+            yield found
+    if not is_first:
+        yield pattern.sub(RECORD_SEPARATOR, rest + edge).rstrip(RECORD_SEPARATOR) + RECORD_SEPARATOR
+
+
+def _marked(texts: Iterable[str], separator: str, name: str) -> Iterator[str]:
+    """The text with U+001E in place of each mark.
+
+    Raises:
+        DataError: as `blocks`.
+    """
+    rest, line = "", 1
+    for text in itertools.chain(texts, [None]):
+        parts = [text or ""] if separator == BLANK else (rest + (text or "")).split(separator)
+        if separator != BLANK and text is not None:
+            last = parts.pop()
+            cut = max(0, len(last) - len(separator) + 1)  # what follows may be the beginning of a mark
+            rest = last[cut:]
+            parts.append(last[:cut])
+        for number, part in enumerate(parts):
+            line += separator.count("\n") * (number > 0)
+            if RECORD_SEPARATOR in part:
+                line += part[: part.index(RECORD_SEPARATOR)].count("\n")
+                raise DataError(
+                    f"{name} has U+001E (RECORD SEPARATOR) in line {line:,}, the character that ends records of "
+                    "several lines: take it out, or pass it as the mark, --records=$'\\x1e', if it separates them"
+                )
+            line += part.count("\n")
+        yield RECORD_SEPARATOR.join(parts)
+
+
+def separator_between(records: str, end: str) -> str:
+    """What is printed between two records, so that the same `records` reads them again.
+
+    end: the character that ends one. Cells of several lines are printed as --records=$'\\x1e' reads them.
+    """
+    if end == "\n":
+        return "\n"
+    if records == BLANK:
+        return "\n\n"
+    mark = end if records == LINES else records
+    return ("" if mark.startswith("\n") else "\n") + mark + ("" if mark.endswith("\n") else "\n")
+
+
+def split_printed(text: str, records: str, end: str) -> list[str]:
+    """The records of a text that was printed with `separator_between`, or of one like it."""
+    if end == "\n":
+        return text.removesuffix("\n").split("\n") if text else []
+    separator = end if records == LINES else records
+    return [record for record in "".join(blocks([text], separator, "the text")).split(end) if record]
+
+
+def is_table(file: Path) -> bool:
+    return _suffix(file) in TABLES
+
+
+def _suffix(file: Path) -> str:
+    return Path(file.stem if file.suffix == ".gz" else file.name).suffix.lower()
+
+
+def cells(file: Path, lines: Iterable[str], column: str) -> Iterator[str]:
+    """The cells of a column of a CSV or TSV file or of JSON lines, in pieces of many cells; U+001E ends each.
+
+    lines: of the file, with their line breaks. Line breaks around a cell are no part of it.
+
+    Raises:
+        DataError: the file is no table or has no such column, or a row has no such text; gives the line.
+    """
+    if not is_table(file):
+        raise DataError(f"--column reads files named {', '.join(TABLES)}, plain or gzip, got {file}")
+    found, length = list[str](), 0
+    delimiter = TABLES[_suffix(file)]
+    for number, cell in _delimited(file, lines, column, delimiter) if delimiter else _objects(file, lines, column):
+        cell = cell.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
+        if RECORD_SEPARATOR in cell:
+            raise DataError(f"{file}, line {number:,}: the cell has U+001E (RECORD SEPARATOR), which ends records")
+        found.append(cell + RECORD_SEPARATOR)
+        length += len(found[-1])
+        if length >= BATCH:
+            yield "".join(found)
+            found, length = [], 0
+    yield "".join(found)
+
+
+def _delimited(file: Path, lines: Iterable[str], column: str, delimiter: str) -> Iterator[tuple[int, str]]:
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    try:
+        names = next(rows, [])
+        if names.count(column) != 1:
+            raise _no_column(file, column, names)
+        place = names.index(column)
+        for row in rows:
+            if row and len(row) <= place:
+                cells = plural(len(row), "cell")
+                raise DataError(f"{file}, line {rows.line_num:,}: the row has {cells}, and no {column!r}")
+            if row:
+                yield rows.line_num, row[place]
+    except csv.Error as error:
+        raise DataError(f"{file}, line {rows.line_num:,}: {error}") from None
+
+
+def _objects(file: Path, lines: Iterable[str], column: str) -> Iterator[tuple[int, str]]:
+    is_first = True
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number:,}"
+        try:
+            row: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: expected a JSON object, got {line.strip():.40}")
+        if column not in row and is_first:
+            raise _no_column(file, column, list(row))
+        if not isinstance(value := row.get(column), str):
+            got = f"got {json.dumps(value):.40}" if column in row else "the object has none"
+            raise DataError(f"{where}: {column!r} must be a text, {got}")
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            raise DataError(f"{where}: {column!r} has half of a surrogate pair, which is no character")
+        is_first = False
+        yield number, value
+    if is_first:
+        raise DataError(f"{file} has no rows")
+
+
+def _no_column(file: Path, column: str, names: list[str]) -> DataError:
+    if names.count(column) > 1:
+        return DataError(f"{file} has {names.count(column)} columns {column!r}: rename one of them")
+    return DataError(f"{file} has no column {column!r}; its columns: {', '.join(names) or 'none, it is empty'}")
