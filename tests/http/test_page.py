@@ -721,6 +721,21 @@ def test_records_of_several_lines_are_shown_and_copied_as_such(visit, several):
     assert copied(page, "#copy-list") == "ab\nb\n\n<b>\n\nba\n\n"
 
 
+def test_records_of_several_lines_are_listed_with_their_line_breaks(visit, tmp_path):
+    about = {"recipe": {"records": "blank"}, "data": {"record_end": "\x1e"}}
+    save_random(tmp_path / "tunes", "\n\x1eabc", about)
+    with serving(tmp_path / "tunes") as server:
+        page = visit(url=server.url + "/")
+        fill(page, prompt="a", seed=1, max_tokens=12)
+        page.click("#twenty")
+        items = page.locator("#records code")
+        expect(items).to_have_count(20)
+        expected = ["a" + it["text"] for it in generate(server, prompt="a", max_tokens=12, n=20, seed=1)]
+        assert items.all_text_contents() == expected and any("\n" in text.strip("\n") for text in expected)
+        assert items.first.evaluate("(it) => getComputedStyle(it).whiteSpace") in ("pre-wrap", "preserve")
+        assert copied(page, "#copy-list") == "".join(f"{text}\n\n" for text in expected)
+
+
 # -- a page of others --
 
 # Does not close at the end, like a careless page: the browser then reconnects.
