@@ -182,8 +182,8 @@ def add_exact_flags(parser: argparse.ArgumentParser) -> None:
         help="with --regex: sample freely and keep what matches, as the model itself writes it under this condition",
     )  # fmt: skip
     parser.add_argument(
-        "--max-candidates", type=int, default=MAX_CANDIDATES, metavar="N",
-        help="of --exact: the most candidates for a text, on average (default: %(default)s)",
+        "--max-candidates", type=int, metavar="N",
+        help=f"with --exact: the most candidates for a text, on average (default: {MAX_CANDIDATES})",
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
 from service.wire import Drawn
-from training.config import ConfigError
+from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
 from training.display import LOSSES, curves, figure_of, print_copies, verdict
 from training.evaluate import bits
@@ -60,7 +60,15 @@ def command(args: argparse.Namespace) -> None:
     corpus = training_corpus(checkpoint, args)
     drawn = Drawn() if args.exact else None
     found = examine(
-        model, corpus, args.n, args.max_tokens, args.seed, args.regex, args.check, drawn, args.max_candidates
+        model,
+        corpus,
+        args.n,
+        args.max_tokens,
+        args.seed,
+        args.regex,
+        args.check,
+        drawn,
+        args.max_candidates or MAX_CANDIDATES,
     )
     print_copies(Console(highlight=False), found.columns)
     if drawn is not None:

@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +23,7 @@ from service.constrain.automaton import MinimumLength
 from service.constrain.regex import RegexError, compile_regex, ended
 from service.engine.backends import open_runner
 from service.engine.engine import Engine
+from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
 from service.model.tokenizer import RECORD_SEPARATOR, CharTokenizer, UnknownCharacterError
@@ -45,82 +46,21 @@ class ExhaustedError(Refusal):
 
 def command(args: argparse.Namespace) -> None:
     check_counts(args)
-    if args.prompt == "":
-        raise ConfigError("--prompt must not be empty")
-    if args.regex is not None and (args.stop or args.stop_regex is not None):
-        raise ConfigError(
-            "--regex cannot be combined with --stop or --stop-regex, which could end a text before a match"
-        )
-    try:
-        params = SamplingParams(
-            args.temperature, args.top_k, args.top_p, args.seed, min_p=args.min_p, typical_p=args.typical_p
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    params = parameters(args)
     checkpoint, model = load_model(args)
     params = msgspec.structs.replace(params, logit_bias=checkpoint.tokenizer.sampling_bias)
-    tokenizer, end = checkpoint.tokenizer, checkpoint.record_end
-    separator, _, end_character = splitting_of(checkpoint)
-    is_plain = args.stop_regex is None and args.regex is None
-    stops = [unescaped(text) for text in args.stop] or [end_character] * (end is not None and is_plain)
-    if "" in stops:
-        raise ConfigError("--stop must not be empty")
     encoder = Encoder.of(args, checkpoint)
-    try:
-        prompt = encoder.encode(unescaped(args.prompt or "")).tolist()
-    except UnknownCharacterError as error:
-        raise ConfigError(f"--prompt: {error}") from None
-    # As at the service: a stop with a character that the model does not have never occurs.
-    stop = tuple(tuple(tokenizer.encode(text)) for text in stops if all(c in tokenizer for c in text))
-    given = tokenizer.decode(prompt)
-    if end is not None:  # a record begins after the end of the one before
-        prompt = prompt if prompt[:1] == [end] else [end, *prompt]
-    elif not prompt:  # what precedes a text; one without line breaks begins with the model's first character
-        begins = "\n" if "\n" in tokenizer else tokenizer.characters[0]
-        prompt, given = tokenizer.encode(begins), begins.strip("\n")
-    stop_pattern, condition = None, None
-    if args.stop_regex is not None:
-        stop_pattern = compile_pattern("--stop-regex", args.stop_regex, tokenizer, checkpoint.text_characters).pack()
-    if args.regex is not None:
-        condition = Condition.of(args.regex, tokenizer, args.max_tokens, end, is_empty=prompt[-1] == end)
-    is_known = known_lines(training_corpus(checkpoint, args)) if args.novel else None
-    is_begun = end is None or prompt[-1] != end or (end,) not in stop  # or else no text is to end at once
-    ends = end_character or "\n"
+    plan = Plan.of(args, checkpoint, encoder)
     drawn = Drawn() if args.exact else None
     texts = sample_texts(
-        model, prompt, args.n, args.max_tokens, params,
-        stop=stop, stop_pattern=stop_pattern, condition=condition, unique=args.unique,
-        begins=None if is_begun else beginning_of_record(end_character, tokenizer), drawn=drawn,
-        max_candidates=args.max_candidates,
-        is_novel=is_known and (lambda ids: not is_known((given + tokenizer.decode(ids)).removeprefix(ends))),
-        device=str(model.head.weight.device),
+        model, plan.prompt, args.n, args.max_tokens, params,
+        stop=plan.stop, stop_pattern=plan.stop_pattern, condition=plan.condition, begins=plan.begins,
+        unique=args.unique, is_novel=novelty(args, checkpoint, plan.given) if args.novel else None,
+        drawn=drawn, max_candidates=args.max_candidates or MAX_CANDIDATES, device=str(model.head.weight.device),
     )  # fmt: skip
     encoder.report()
-    console = Console(stderr=True)
-    between = "\n" if stops or not is_plain else "\n\n"
-    if end is not None and end_character != "\n":
-        between = separator_between(separator, end_character)
-    started, characters = time.monotonic(), 0
-    table = csv.writer(sys.stdout, lineterminator="\n")
-    if args.format == "csv":
-        table.writerow(("text", "seed"))
-    # Texts go to standard output, which may be a file; rich would send them to the console.
-    is_hidden = not console.is_terminal or args.n == 1 or sys.stdout.isatty()
-    bar = Progress(console=console, disable=is_hidden, redirect_stdout=False)
-    try:
-        with bar:
-            for number, (seed, ids) in enumerate(bar.track(texts, total=args.n, description="texts")):
-                characters += len(ids)
-                text = given + tokenizer.decode(ids)
-                if args.format == "csv":
-                    table.writerow((text, seed))
-                elif args.format == "jsonl":
-                    print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
-                else:
-                    print(between if number else "", text, sep="", end="")
-    finally:  # before an error's line too
-        if args.format == "text":
-            print(flush=True)
+    started = time.monotonic()
+    characters = write(texts, args.n, args.format, plan, checkpoint.tokenizer)
     if drawn is not None:
         print(acceptance(drawn), file=sys.stderr)
     if args.n > 1:
@@ -132,10 +72,108 @@ def command(args: argparse.Namespace) -> None:
 def check_counts(args: argparse.Namespace) -> None:
     if args.n < 1 or args.max_tokens < 1:
         raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
-    if args.max_candidates < 1:
-        raise ConfigError(f"--max-candidates must be at least 1, got {args.max_candidates}")
     if args.exact and args.regex is None:
         raise ConfigError("--exact needs --regex")
+    if args.max_candidates is not None:
+        if not args.exact:
+            raise ConfigError("--max-candidates needs --exact")
+        if args.max_candidates < 1:
+            raise ConfigError(f"--max-candidates must be at least 1, got {args.max_candidates}")
+
+
+def parameters(args: argparse.Namespace) -> SamplingParams:
+    """Raises ConfigError: arguments are out of bounds or exclude each other."""
+    if args.prompt == "":
+        raise ConfigError("--prompt must not be empty")
+    if args.regex is not None and (args.stop or args.stop_regex is not None):
+        raise ConfigError(
+            "--regex cannot be combined with --stop or --stop-regex, which could end a text before a match"
+        )
+    try:
+        return SamplingParams(
+            args.temperature, args.top_k, args.top_p, args.seed, min_p=args.min_p, typical_p=args.typical_p
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+class Plan(NamedTuple):
+    """How texts begin and end, and what stands between them."""
+
+    prompt: list[int]  # what the model continues
+    given: str  # the part of it that is shown
+    stop: tuple[tuple[int, ...], ...]
+    stop_pattern: bytes | None
+    condition: Condition | None
+    begins: bytes | None  # what the first character must match: no record is empty
+    between: str
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, checkpoint: Checkpoint, encoder: Encoder) -> Plan:
+        """Raises ConfigError: a prompt, stop or pattern is impossible for this model."""
+        tokenizer, end = checkpoint.tokenizer, checkpoint.record_end
+        separator, _, end_character = splitting_of(checkpoint)
+        is_plain = args.stop_regex is None and args.regex is None
+        stops = [unescaped(text) for text in args.stop] or [end_character] * (end is not None and is_plain)
+        if "" in stops:
+            raise ConfigError("--stop must not be empty")
+        # As at the service: a stop with a character that the model does not have never occurs.
+        stop = tuple(tuple(tokenizer.encode(text)) for text in stops if all(c in tokenizer for c in text))
+        try:
+            prompt = encoder.encode(unescaped(args.prompt or "")).tolist()
+        except UnknownCharacterError as error:
+            raise ConfigError(f"--prompt: {error}") from None
+        given = tokenizer.decode(prompt)
+        if end is not None:  # a record begins after the end of the one before
+            prompt = prompt if prompt[:1] == [end] else [end, *prompt]
+        elif not prompt:  # what precedes a text; one without line breaks begins with the model's first character
+            first = "\n" if "\n" in tokenizer else tokenizer.characters[0]
+            prompt, given = tokenizer.encode(first), first.strip("\n")
+        is_begun = end is None or prompt[-1] != end or (end,) not in stop
+        stop_pattern, condition = None, None
+        if args.stop_regex is not None:
+            automaton = compile_pattern("--stop-regex", args.stop_regex, tokenizer, checkpoint.text_characters)
+            stop_pattern = automaton.pack()
+        if args.regex is not None:
+            condition = Condition.of(args.regex, tokenizer, args.max_tokens, end, is_empty=prompt[-1] == end)
+        between = "\n" if stops or not is_plain else "\n\n"
+        if end is not None and end_character != "\n":
+            between = separator_between(separator, end_character)
+        begins = None if is_begun else beginning_of_record(end_character, tokenizer)
+        return cls(prompt, given, stop, stop_pattern, condition, begins, between)
+
+
+def novelty(args: argparse.Namespace, checkpoint: Checkpoint, given: str) -> Callable[[list[int]], bool]:
+    """Whether a completion of `given` is not in the training text."""
+    is_known, decode = known_lines(training_corpus(checkpoint, args)), checkpoint.tokenizer.decode
+    end = splitting_of(checkpoint)[2] or "\n"
+    return lambda ids: not is_known((given + decode(ids)).removeprefix(end))
+
+
+def write(texts: Iterable[tuple[int, list[int]]], count: int, form: str, plan: Plan, tokenizer: CharTokenizer) -> int:
+    """Print texts in a form of --format, with progress; return how many characters were sampled."""
+    characters, table = 0, csv.writer(sys.stdout, lineterminator="\n")
+    if form == "csv":
+        table.writerow(("text", "seed"))
+    # Texts go to standard output, which may be a file; rich would send them to the console.
+    console = Console(stderr=True)
+    is_hidden = not console.is_terminal or count == 1 or sys.stdout.isatty()
+    bar = Progress(console=console, disable=is_hidden, redirect_stdout=False)
+    try:
+        with bar:
+            for number, (seed, ids) in enumerate(bar.track(texts, total=count, description="texts")):
+                characters += len(ids)
+                text = plan.given + tokenizer.decode(ids)
+                if form == "csv":
+                    table.writerow((text, seed))
+                elif form == "jsonl":
+                    print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
+                else:
+                    print(plan.between if number else "", text, sep="", end="")
+    finally:  # before an error's line too
+        if form == "text":
+            print(flush=True)
+    return characters
 
 
 def acceptance(drawn: Drawn) -> str:

@@ -316,6 +316,7 @@ def test_exact_samples_are_the_free_ones_that_match(checkpoint, output_of, error
     assert re.search(r"found only \d+ texts of 500 requested: acceptance .* raise --max-cand", capsys.readouterr().err)
     assert error_of(*command, "--exact") == "error: --exact needs --regex\n"
     assert "--max-candidates must be at least 1, got 0" in error_of(*command, *exact, "--max-candidates", 0)
+    assert "--max-candidates needs --exact" in error_of(*command, "--max-candidates", 5)
 
 
 def test_unknown_characters_of_a_prompt_are_refused_replaced_or_dropped(checkpoint, output_of, error_of, capsys):
