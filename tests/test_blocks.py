@@ -91,6 +91,9 @@ def test_runs_go_on_and_are_fine_tuned_as_they_began(run, capsys, tmp_path):
     assert call([*tuned, "--out", tmp_path / "b", "--records"]) == 0
     assert "; each line is a record, unlike there\n" in capsys.readouterr().err
     assert Checkpoint.read(tmp_path / "b" / "best").record_end_character == "\n"
+    taught = ["train", "--teachers", run, "--data", text, "--records", "blank", "--out", tmp_path / "student", *RUN]
+    assert call([*taught, "--steps", "3", "--eval-every", "3"]) == 0
+    assert Checkpoint.read(tmp_path / "student" / "best").record_end_character == END
     assert call([*tuned, "--out", tmp_path / "c", "--no-records"]) == 0
     assert Checkpoint.read(tmp_path / "c" / "best").record_end is None
 

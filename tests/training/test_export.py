@@ -50,6 +50,19 @@ def test_gguf_has_the_same_tensors_and_vocabulary(checkpoint, tmp_path):
     assert sum(tensor.size for tensor in tensors.values()) == sum(value.numel() for value in state.values())
 
 
+@pytest.mark.parametrize(("records", "end"), [(True, "\n"), ("blank", "\x1e")])
+def test_exports_name_the_end_of_records(tmp_path, records, end):
+    from gguf import GGUFReader
+
+    about = {"recipe": {"records": records}, "data": {"record_end": end}}
+    checkpoint = save_random(tmp_path / "ck", [*VOCABULARY, "\x1e"], about)
+    export(checkpoint, "gguf", tmp_path / "model.gguf")
+    fields = {name: field.contents() for name, field in GGUFReader(tmp_path / "model.gguf").fields.items()}
+    for name in ("bos", "eos"):
+        assert checkpoint.tokenizer.decode([fields[f"tokenizer.ggml.{name}_token_id"]]) == end
+    assert fields["tokenizer.ggml.add_bos_token"] and not fields["tokenizer.ggml.add_eos_token"]
+
+
 def load_gguf(file):
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama_cpp is not installed; make test-slow builds it")
     f32 = llama_cpp.GGML_TYPE_F32
