@@ -162,6 +162,7 @@ def load(server):
         answered += [pool.submit(ask, prompt="JULIET:\n" * i, max_tokens=60) for i in (1, 20)]
         answered += [pool.submit(ask, "/v1/completions", stop_regex="[A-Za-z]")]
         answered += [pool.submit(ask, prompt="naïve", unknown_characters=how) for how in ("replace", "drop")]
+        answered += [pool.submit(ask, regex="[^z]{2}", exact=True, max_tokens=2)]
         answered += [pool.submit(ask, "/v1/score", texts=["To be", "or not"])]
         assert {each.result() for each in answered} == {200}
         crowd = [pool.submit(ask, n=8, max_tokens=9000) for _ in range(4)]  # some wait, some are refused
