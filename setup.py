@@ -28,8 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1, which Python's images have: it only builds the libraries there
+    from setuptools import Command as bdist_wheel
 
 # Relative to this file, as setuptools demands. An image that only serves lacks the second.
 SOURCE, FUSED = Path("service", "engine", "native.cpp"), Path("training", "fused.cpp")

@@ -7,6 +7,7 @@ The modules, in the order a run uses them:
     recipe.py       what a small text decides instead of the preset
     plan.py         what --minutes decides instead of the preset
     data.py         text to memory-mapped character ids; the split; the order of the windows
+    records.py      how a text is split into records
     jobs.py         `train`, from its flags to the loop: starts and resumes runs
     inputs.py       the checkpoints, texts and patterns that a command is given
     check.py        what is said of a text before a run: its size, duplicates, rare symbols
@@ -20,6 +21,7 @@ The modules, in the order a run uses them:
     run.py          the state of a run, its folder, and what it prints
     loop.py         the training loop: steps, the loss, evaluations, the final report
     evaluate.py     windowed and streamed losses, baselines
+    native_scores.py  losses of texts by the service's native engine
     speed.py        speed as a share of the machine's matrix-product peak
     display.py      progress, tables, curves
     log.py          the log and TensorBoard's event files
@@ -32,7 +34,7 @@ The loss is Run.loss in loop.py, and a step is Run.step. The schedules of learni
 at the end of optim.py. That of the windows is TrainConfig.window_at in config.py.
 
 sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name;
-examination.py is what report says.
+examination.py is what report says, and rows.py prints rows as JSON lines or CSV.
 
 Import rule: `service.model`, and for sampling and for loading fused.cpp `service.engine`, `service.constrain` and
 `service.wire`; nothing else of `service`.
