@@ -196,16 +196,18 @@ def test_reader_that_stopped_is_dropped_at_its_deadline(server):
     server.wait_until_all_ended()
 
 
-def test_idle_server_uses_almost_no_cpu(server):
+def test_idle_server_seldom_wakes(server):
+    """Each wake-up costs 0.1 to 1 ms of CPU, by the machine; an event loop that polls wakes thousands of times."""
     server.wait_until_metric("chargpt_num_requests_running", 0)
     processes = server.processes()
 
-    def seconds_used() -> float:
-        before = sum(sum(p.cpu_times()[:2]) for p in processes)
+    def wakes_per_second() -> float:
+        before = sum(p.num_ctx_switches().voluntary for p in processes)
         time.sleep(2)
-        return sum(sum(p.cpu_times()[:2]) for p in processes) - before
+        return (sum(p.num_ctx_switches().voluntary for p in processes) - before) / 2
 
-    assert any(seconds_used() < 0.02 * 2 for _ in range(5))  # the other tests' load makes each wake-up dearer
+    found = [wakes_per_second() for _ in range(3)]
+    assert min(found) < 100, found
 
 
 def test_patterns_that_do_not_compile_do_not_delay_others(server):
