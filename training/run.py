@@ -96,7 +96,7 @@ def init_weights(model: GPT) -> None:
 class RunState:
     """The state of one run.
 
-    Every process has a replica. Each takes other windows of a batch, and only the main process writes files.
+    Every process has a replica. Each takes a different part of a batch, and only the main process writes files.
     `config` has the settings as requested, `resolved` the values that replace "auto".
     """
 
