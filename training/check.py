@@ -1,6 +1,7 @@
-"""What is said of a text before a run, in at most six lines: what would make a training disappoint.
+"""Warn before a run, in at most six lines, about a text or a model size that would make training disappoint.
 
-Looks at the first AT_MOST characters of each split for all but symbols, so that a text may be larger than memory.
+Symbols and the lengths of records are counted in the whole text. All other checks read the first AT_MOST characters of
+each split, so that a text may be larger than memory.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from training.messages import plural
 from training.records import BLANK, blocks
 
 AT_MOST = 1 << 22  # characters
-MANY_PARAMETERS = 10  # per character of the training split: such a model memorizes in few epochs
-RARE = 5  # occurrences from which little can be learned
-MAX_NAMED = 10  # rare symbols
-RARE_SHARE = 0.05  # of the parameters, which --min-count would save
+MANY_PARAMETERS = 10  # parameters per character of the training split; a model with more memorizes in few epochs
+RARE = 5  # occurrences; little can be learned from fewer
+MAX_NAMED = 10  # rare symbols named in a warning
+RARE_SHARE = 0.05  # share of the parameters that --min-count must save to be suggested
 LARGE_VOCABULARY = 1000  # more characters than a text in any alphabetic script has
-VAL_CHARACTERS = 1 << 16  # of the validation split that are looked for in the training split
-MUCH = 0.05  # of duplicates, or of the validation split that is known from training
-TABLE_SHARE = 0.95  # of the lines of a table have as many columns
-AT_MOST_LINES = 1000  # by which a table is recognized
-MIN_BLOCKS, ALIKE = 10, 2  # groups of lines, and the characters that most begin with
-SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20  # of a list that should have been read with --records
+VAL_CHARACTERS = 1 << 16  # characters of the validation split that are searched for in the training split
+MUCH = 0.05  # share of duplicates, or of the validation split that is also in the training split
+TABLE_SHARE = 0.95  # share of a table's lines that have the same number of columns
+AT_MOST_LINES = 1000  # lines read to recognize a table
+MIN_BLOCKS, ALIKE = 10, 2  # least number of groups of lines; characters with which most of them begin
+# A list that should be read with --records: characters of its longest line, share of sorted lines, number of lines.
+SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20
 
 
 def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iterator[str]:
@@ -45,7 +47,7 @@ def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iter
     )
     decode = corpus.tokenizer.decode_array
     where = f", of the first {AT_MOST:,} characters" if len(corpus.train) > AT_MOST else ""
-    counts = np.zeros((2, corpus.tokenizer.vocab_size), dtype=np.int64)  # of each symbol in the two splits
+    counts = np.zeros((2, corpus.tokenizer.vocab_size), dtype=np.int64)  # occurrences of each symbol in both splits
     for split, its_counts in zip((corpus.train, corpus.val), counts, strict=True):
         for start in range(0, len(split), AT_MOST):  # in pieces that fit memory
             its_counts += np.bincount(split[start : start + AT_MOST], minlength=len(its_counts))
@@ -97,7 +99,7 @@ def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iter
 
 
 def _blocks(text: str) -> str | None:
-    """What to say of a text whose blank lines separate blocks of several lines that begin alike."""
+    """Return a warning if blank lines of the text separate blocks of several lines that begin alike."""
     found = [block for block in "".join(blocks([text], BLANK, "")).split(RECORD_SEPARATOR) if block]
     if len(found) < MIN_BLOCKS or text.count("\n") < 3 * len(found):
         return None
@@ -112,7 +114,10 @@ def _blocks(text: str) -> str | None:
 
 
 def _large_vocabulary(corpus: Corpus, config: TrainConfig, num_parameters: int) -> str | None:
-    """What to say of a vocabulary whose rare characters, or which as a whole, takes much; a checkpoint's is given."""
+    """Return a warning if the vocabulary is large or its rare characters take many parameters.
+
+    The warning does not suggest --min-count if the vocabulary comes from a checkpoint or must equal the teachers'.
+    """
     size = corpus.tokenizer.vocab_size
 
     def taken(characters: int) -> str:
@@ -122,7 +127,7 @@ def _large_vocabulary(corpus: Corpus, config: TrainConfig, num_parameters: int) 
     is_free = not config.init_from and not config.teachers
     if is_free:
         rare = rare_characters(corpus, RARE)
-        is_possible = size - len(rare) > 2  # others stay
+        is_possible = size - len(rare) > 2  # enough other characters stay
         if is_possible and 2 * len(rare) * config.n_embd >= RARE_SHARE * num_parameters:
             counts = dict(zip(corpus.tokenizer.characters, corpus.counts().tolist(), strict=True))
             occurrences = sum(counts[c] for c in rare)
@@ -142,8 +147,9 @@ def _large_vocabulary(corpus: Corpus, config: TrainConfig, num_parameters: int) 
 
 
 def _table_format(lines: list[str]) -> str | None:
-    """What to say of lines that are JSON objects, or rows of a CSV file: all have as many separators, without a space
-    after them.
+    """Return a warning if the lines look like JSON objects or like rows of a table.
+
+    In a table nearly all lines have the same number of separators that no space follows.
     """
     if len(lines) < MIN_LINES:
         return None

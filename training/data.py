@@ -1,8 +1,8 @@
-"""Text to training windows: encode once into a cache, memory-map, draw windows without replacement.
+"""Turn text into training windows: encode it once into a cache, memory-map it, draw windows without replacement.
 
 A text is one or more files or folders, plain or gzip. It is encoded in chunks into 1, 2 or 4 bytes per character, in
-a cache folder named by its SHA-256, so that a text larger than memory can be trained on: the order of its windows takes
-8 bytes each, records some 50. Knows nothing about models.
+a cache folder named by its SHA-256. A run can therefore train on a text larger than memory. The order of the windows
+takes 8 bytes of memory per window, and records take about 50 bytes each. This module knows nothing about models.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from training.records import DataError as DataError
 FORMAT_VERSION = 4
 CHUNK_BYTES = 1 << 22
 TRAIN_SHARE = 0.9  # the first 90 % of a text is the training split, the rest the validation split
-VAL_EVERY = 10  # with records, one in ten goes to the validation split
-RECORDS_ORDER = 2  # version of the order in which they are shuffled before
-IGNORED = -1  # as a target
-PADDING = 16
+VAL_EVERY = 10  # one record in ten goes to the validation split
+RECORDS_ORDER = 2  # version of the order in which records are shuffled before the split
+IGNORED = -1  # a target that the loss ignores
+PADDING = 16  # a part of a batch may be padding to at most one in so many characters
 PACK = 32  # characters
-MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably not text
+MAX_SYMBOLS = 1 << 16  # more than any script has; a file with more is probably not text
 BYTE_ORDER_MARK = "\ufeff"
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-HEAD_BYTES = 1 << 13  # by which a binary file is recognized
+HEAD_BYTES = 1 << 13  # bytes read to recognize a binary file
 PACKED = {b"\xfd7zXZ\0": "xz -dk", b"BZh": "bunzip2 -k", b"PK\3\4": "unzip", b"\x28\xb5\x2f\xfd": "zstd -d"}
-MAX_LISTED = 5  # binary files that are named
+MAX_LISTED = 5  # binary files named in a message
 EXAMPLE_CHARACTERS = 16
-EXAMPLE_OF_CHARACTERS = 1 << 20  # that are looked at for it
-MIN_BLANK_LINES = 20  # left out of a list that may be one of blocks
+EXAMPLE_OF_CHARACTERS = 1 << 20  # characters searched for an example prompt
+MIN_BLANK_LINES = 20  # blank lines left out of a list before a note suggests --records blank
 MIN_CHARACTERS = 20  # leaves the validation split one character to predict
 
 TINYSHAKESPEARE = "tinyshakespeare"
@@ -60,7 +60,7 @@ TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca5
 
 
 def command(args: argparse.Namespace) -> None:
-    """`prepare`."""
+    """Run the command `prepare`."""
     glob, exclude = args.glob or (), args.exclude or ()
     corpus = prepare(
         args.data, records=args.records, column=args.column, glob=glob, exclude=exclude, min_count=args.min_count
@@ -75,7 +75,7 @@ def command(args: argparse.Namespace) -> None:
 
 
 def cache_dir() -> Path:
-    """The folder of downloads and encoded corpora: $XDG_CACHE_HOME/chargpt, or ~/.cache/chargpt."""
+    """Return the folder of downloads and encoded corpora: $XDG_CACHE_HOME/chargpt, or ~/.cache/chargpt."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "chargpt"
     try:
@@ -89,15 +89,15 @@ def cache_dir() -> Path:
 def find_texts(
     data: Sequence[str], glob: Sequence[str] = (), exclude: Sequence[str] = (), notes: set[str] | None = None
 ) -> list[Path]:
-    """The files of `--data`; a folder stands for all text files below it, sorted, except hidden ones.
+    """Return the files of `--data`. A folder stands for all text files below it, sorted, except hidden ones.
 
-    glob: patterns such as *.py or docs/*.md, one of which the path of a file below a folder must match from the right;
-    exclude: such as none may match.
-    Binary files below a folder are skipped, and counted in `notes`, which also names patterns of `exclude` that match
+    glob: patterns such as *.py or docs/*.md. A file below a folder must match one of them; a path is matched from the
+    right. exclude: patterns that a file below a folder must not match.
+    Binary files below a folder are skipped. `notes` counts them, and names the patterns of `exclude` that match
     nothing.
 
     Raises:
-        DataError: a folder has no such files, or as `find_text`.
+        DataError: a folder has no such files, or `find_text` raises it.
     """
     files, unused = [], list(exclude)
     for name in data:
@@ -131,15 +131,15 @@ def find_texts(
 
 
 def _listed(binary: list[Path]) -> str:
-    """The number of binary files, and some of their names."""
+    """Return the number of binary files and the names of the first MAX_LISTED."""
     more = f" and {len(binary) - MAX_LISTED:,} more" if len(binary) > MAX_LISTED else ""
     return f"{plural(len(binary), 'binary file')}: {', '.join(str(path) for path in binary[:MAX_LISTED])}{more}"
 
 
 def _is_binary(file: Path) -> bool:
-    """Whether a file begins as no text does: with a NUL, or with bytes that are neither UTF-8 nor printable Latin-1.
+    """Return whether a file's first bytes include a NUL, or are neither UTF-8 nor printable Latin-1.
 
-    UTF-16 is text.
+    UTF-16 and UTF-32 count as text.
     """
     head = next(_read_bytes(file, HEAD_BYTES), b"")
     encoding = _encoding(head)
@@ -153,8 +153,10 @@ def _is_binary(file: Path) -> bool:
 
 
 def _encoding(head: bytes) -> str:
-    """utf-32 or -16 if a byte-order mark says so, utf-16-le or -be if most characters have a NUL there, else utf-8."""
-    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # the first begins as one of UTF-16
+    """Return utf-32 or utf-16 if there is a byte-order mark, else utf-16-le or utf-16-be if over three quarters of the
+    high bytes are NUL and no low byte is, else utf-8.
+    """
+    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # UTF-32's LE mark begins with UTF-16's
         return "utf-32"
     if head.startswith(UTF16_MARKS):
         return "utf-16"
@@ -166,7 +168,7 @@ def _encoding(head: bytes) -> str:
 
 
 def find_text(data: str) -> Path:
-    """The file at path `data`; tinyshakespeare is taken from $CHARGPT_DATA_DIR or downloaded once.
+    """Return the file at path `data`. tinyshakespeare is read from $CHARGPT_DATA_DIR or downloaded once.
 
     Raises:
         DataError: the file does not exist, the download failed, or tinyshakespeare has the wrong SHA-256.
@@ -214,17 +216,17 @@ class Corpus:
     """An encoded text, memory-mapped."""
 
     name: str
-    sha256: str  # of the text in UTF-8, uncompressed; of a column, of its cells with U+001E after each
+    sha256: str  # hash of the uncompressed text in UTF-8, or of a column's cells with U+001E after each
     tokenizer: CharTokenizer  # the text's own characters, sorted, or a vocabulary that includes them
-    symbols: int  # number of distinct characters of the text; the unknown symbol is one
+    symbols: int  # number of distinct characters of the text, the unknown symbol included
     ids: np.ndarray  # (characters,) uint8, uint16 or uint32: the training split, then the validation split
     num_train: int
     records: int | None  # number of records; None: the text is not split into records
-    notes: tuple[str, ...] = ()  # what of the files was not taken as it is, for the user to see
+    notes: tuple[str, ...] = ()  # sentences for the user about changes made while reading the files
     record_end: str | None = None  # the character that precedes each record and ends it
-    separator: str = ""  # of records: LINES, BLANK or a mark
-    column: str | None = None  # whose cells they are
-    replaced: tuple[int, int] = (0, 0)  # distinct characters, and occurrences, that became the unknown symbol
+    separator: str = ""  # separates the records: LINES, BLANK or a mark
+    column: str | None = None  # the table's column whose cells are the records
+    replaced: tuple[int, int] = (0, 0)  # distinct characters and occurrences that became the unknown symbol
 
     @property
     def train(self) -> np.ndarray:
@@ -236,15 +238,16 @@ class Corpus:
 
     @functools.cached_property
     def example_prompt(self) -> str:
-        """What lines of the text often begin with, or else its first characters; nothing of records, which begin alike.
+        """A frequent beginning of the text's lines, else the text's first characters; empty for records.
 
-        The longest beginning of at most EXAMPLE_CHARACTERS that one line in 300 has, line break included. It ends at
-        the end of a word if the text has spaces.
+        It is the longest beginning of at most EXAMPLE_CHARACTERS characters that more than one line in 300 shares, and
+        at least 3 lines. A line break counts as a character. The beginning does not end within a word if the text has
+        spaces.
         """
         if self.records is not None:
             return ""
         text = self.tokenizer.decode(self.train[:EXAMPLE_OF_CHARACTERS].tolist())
-        if self.tokenizer.unknown_id is not None:  # which nobody types
+        if self.tokenizer.unknown_id is not None:  # nobody types the unknown symbol
             text = text.replace(UNKNOWN, "")
         lines = [line for line in text.splitlines(keepends=True) if line[:1].isalnum() and len(line.strip()) > 1]
         has_spaces = " " in text
@@ -265,7 +268,7 @@ class Corpus:
 
     @functools.cached_property
     def ngrams(self) -> bytes:
-        """The file of the training split's n-grams, for the service."""
+        """The content of the file of the training split's n-grams, which the service reads."""
         return NGrams.count(self.train).dump()
 
     def describe(self) -> dict[str, Any]:
@@ -284,12 +287,12 @@ class Corpus:
         }
 
     def texts_of(self, split: np.ndarray) -> list[str]:
-        """The records of a split, without what ends them."""
+        """Return the records of a split, without the character that ends each."""
         assert self.record_end is not None
         return self.tokenizer.decode_array(split)[1:].removesuffix(self.record_end).split(self.record_end)
 
     def counts(self) -> np.ndarray:
-        """How often each id occurs: (vocab_size,) int64."""
+        """Count the occurrences of each id: (vocab_size,) int64."""
         total = np.zeros(self.tokenizer.vocab_size, np.int64)
         for start in range(0, len(self.ids), CHUNK_BYTES):  # in pieces that fit memory
             total += np.bincount(self.ids[start : start + CHUNK_BYTES], minlength=len(total))
@@ -305,20 +308,21 @@ def prepare(
     exclude: Sequence[str] = (),
     min_count: int = 1,
 ) -> Corpus:
-    """The corpus of `--data`, `--glob` and `--exclude`, encoded on first use and read from the cache afterwards.
+    """Return the corpus of `--data`, `--glob` and `--exclude`; encode it on first use, then read it from the cache.
 
-    Characters that occur fewer than `min_count` times become the unknown symbol, except for line breaks.
+    Characters that occur fewer than `min_count` times become the unknown symbol. Line breaks and ends of records stay.
 
-    records: what separates records: LINES (or True), BLANK lines or a mark; "" (or False): the text is not split. Empty
-    records are left out. They are shuffled, always alike, and one in VAL_EVERY goes to the validation split: files are
-    often sorted. A record ends with its line break, or with U+001E if it is no line. Each split begins with that
-    character too, so that every record follows one.
+    records: the separator of records: LINES (or True), BLANK lines or a mark. The text is not split if it is "" or
+    False. Empty records are left out. The records are always shuffled into the same order, because files are often
+    sorted, and one in VAL_EVERY goes to the validation split. A record ends with its line break, or with U+001E if it
+    is not a line. Each split begins with that character too, so that every record follows one.
     column: the files are tables, and the cells of this column are the records. They end with U+001E if one of them has
     several lines.
 
     Raises:
         DataError: a file is missing, not UTF-8 or not such a table, or the text is too short or has too many distinct
-            characters, or nothing separates its records, or `min_count` leaves fewer than two characters.
+            characters, or nothing separates its records, or `min_count` is negative or leaves fewer than two
+            characters.
     """
     if min_count < 0:
         raise DataError(f"--min-count must be at least 0, got {min_count}")
@@ -364,7 +368,7 @@ def prepare(
 
 
 def rare_characters(corpus: Corpus, min_count: int) -> set[str]:
-    """Those that occur fewer than `min_count` times; line breaks, ends of records and U+FFFD are none of them."""
+    """Return the characters that occur fewer than `min_count` times, except line breaks, ends of records and U+FFFD."""
     if min_count <= 1:
         return set()
     counts = corpus.counts()
@@ -373,10 +377,10 @@ def rare_characters(corpus: Corpus, min_count: int) -> set[str]:
 
 
 def _without_rare(corpus: Corpus, min_count: int) -> Corpus:
-    """The corpus with its rare characters as the unknown symbol.
+    """Return the corpus with its rare characters replaced by the unknown symbol.
 
     Raises:
-        DataError: fewer than two others stay.
+        DataError: fewer than two other characters stay.
     """
     characters = set(corpus.tokenizer.characters)
     kept = characters - rare_characters(corpus, min_count)
@@ -396,7 +400,7 @@ def _without_rare(corpus: Corpus, min_count: int) -> Corpus:
 
 @functools.lru_cache(maxsize=2)  # lines are encoded one by one
 def _ids_by_code_point(tokenizer: CharTokenizer) -> np.ndarray:
-    """−1 where there is none; the last is for all beyond."""
+    """Return the table from code point to id, −1 for an unknown one; its last entry stands for all larger ones."""
     known = [ord(c) for c in tokenizer.characters]
     table = np.full(max(known) + 2, -1)
     table[known] = np.arange(len(known))
@@ -404,12 +408,12 @@ def _ids_by_code_point(tokenizer: CharTokenizer) -> np.ndarray:
 
 
 def encode_array(tokenizer: CharTokenizer, text: str, replaces: bool = False) -> np.ndarray:
-    """`CharTokenizer.encode` for bulk text, some four times as fast: (len(text),) int64.
+    """Encode bulk text like `CharTokenizer.encode`, about four times as fast: (len(text),) int64.
 
-    replaces: unknown characters become the unknown symbol, if there is one.
+    replaces: unknown characters become the unknown symbol if there is one.
 
     Raises:
-        UnknownCharacterError: as `encode`.
+        UnknownCharacterError: a character is not in the vocabulary and is not replaced.
     """
     table = _ids_by_code_point(tokenizer)
     ids = table[np.minimum(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4"), len(table) - 1)]
@@ -422,12 +426,12 @@ def encode_array(tokenizer: CharTokenizer, text: str, replaces: bool = False) ->
 
 
 def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
-    """The same text in another vocabulary, mapped id by id on first use and read from the cache afterwards.
+    """Return the same text in another vocabulary; map it id by id on first use, then read it from the cache.
 
     Characters that the vocabulary lacks become its unknown symbol.
 
     Raises:
-        UnknownCharacterError: a character of the text is not in the vocabulary, which has no unknown symbol.
+        UnknownCharacterError: the vocabulary lacks a character of the text and has no unknown symbol.
     """
     if tokenizer.characters == corpus.tokenizer.characters and tokenizer.unknown_id == corpus.tokenizer.unknown_id:
         return corpus
@@ -461,10 +465,10 @@ def _writing_cache() -> Iterator[None]:
 
 
 def _cache_folder(sha256: str, separator: str, column: str | None, tokenizer: CharTokenizer | None = None) -> Path:
-    """`tokenizer`: the vocabulary, if it is not the text's own."""
+    """Return the cache folder of an encoded text. `tokenizer`: the vocabulary, if it is not the text's own."""
     name = f"{sha256}-v{FORMAT_VERSION}{'-records' if separator else ''}"
     if column is not None:
-        name += "-column"  # whose text has the hash
+        name += "-column"  # sha256 is the hash of this column's cells
     elif separator not in ("", LINES):
         name += f"-{hashlib.sha256(separator.encode()).hexdigest()[:16]}"
     if tokenizer:
@@ -473,20 +477,20 @@ def _cache_folder(sha256: str, separator: str, column: str | None, tokenizer: Ch
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest unsigned type that fits every id, little-endian."""
+    """Return the smallest little-endian unsigned type that holds every id."""
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str = "strict") -> Iterator[str]:
-    """The concatenated files, in chunks, as if each had been written on Linux.
+    """Yield the concatenated files in chunks, as if each had been written on Linux.
 
-    Line breaks of Windows and of old Macs are read as \\n, a file's byte-order mark is left out, and UTF-16 is read;
-    `notes` gets a sentence about each. A line break is inserted between files where one is missing.
-    `errors`: as of bytes.decode.
+    Line breaks of Windows and of old Macs are read as \\n, a file's byte-order mark is left out, and UTF-16 and UTF-32
+    are decoded. `notes` gets a sentence about each of these. A line break is inserted between two files if it is
+    missing. `errors`: the argument of bytes.decode.
 
     Raises:
-        DataError: a file cannot be read or is not UTF-8 (gives the byte offset, and the other such files), or one named
-            .gz is not gzip.
+        DataError: a file cannot be read or is not UTF-8, or a file named .gz is not gzip. For bytes that are not UTF-8
+            the message gives the offset, and the other such files.
     """
     notes = set() if notes is None else notes
     for number, file in enumerate(files):
@@ -540,7 +544,7 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
 
 def _is_decodable(file: Path) -> bool:
     try:
-        return all(True for _ in read_text([file]))  # read to its end
+        return all(True for _ in read_text([file]))  # reads the file to its end
     except DataError:
         return False
 
@@ -557,7 +561,7 @@ def _read_bytes(file: Path, size: int = 0) -> Iterator[bytes]:
 
 
 def source_text(files: Sequence[Path], column: str | None, notes: set[str] | None = None) -> Iterator[str]:
-    """The text that is hashed: of the concatenated files, or the cells of a column as `records.cells` gives them."""
+    """Yield the text that is hashed: the concatenated files, or a column's cells as `records.cells` yields them."""
     if column is None:
         yield from read_text(files, notes)
         return
@@ -566,7 +570,7 @@ def source_text(files: Sequence[Path], column: str | None, notes: set[str] | Non
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """With their line breaks."""
+    """Yield the lines of a text, with their line breaks."""
     rest = ""
     for text in texts:
         *lines, rest = (rest + text).split("\n")
@@ -576,10 +580,12 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def split_text(texts: Iterable[str], separator: str, column: str | None, end: str, name: str) -> Iterable[str]:
-    """What is encoded of a text, or of the cells of a column: `end` follows each record; several mean empty records.
+    """Return the text to encode, in pieces. `end` follows each record; several in a row mean empty records.
+
+    texts: a text, or the cells of a column as `source_text` yields them.
 
     Raises:
-        DataError: as `blocks`.
+        DataError: `blocks` raises it.
     """
     if column is None and separator not in ("", LINES):
         return blocks(texts, separator, name)
@@ -588,12 +594,12 @@ def split_text(texts: Iterable[str], separator: str, column: str | None, end: st
 
 
 def read_records(file: Path, separator: str, column: str | None) -> Iterator[str]:
-    """The records of a file, in order; as `read_lines` if they are lines.
+    """Yield the records of a file in order, through `read_lines` if they are lines.
 
-    column: of a table; other files are split by the separator.
+    column: the column to read if the file is a table. Any other file is split at the separator.
 
     Raises:
-        DataError: as `read_text`, `blocks` and `cells`.
+        DataError: `read_text`, `blocks` or `cells` raises it.
     """
     if column is not None and is_table(file):
         texts = source_text([file], column)
@@ -609,7 +615,7 @@ def read_records(file: Path, separator: str, column: str | None) -> Iterator[str
 
 
 def read_lines(file: Path) -> Iterator[str]:
-    """The lines of a text, without their line breaks. Bytes that are not UTF-8 become lone surrogates.
+    """Yield the lines of a text, without their line breaks. Bytes that are not UTF-8 become lone surrogates.
 
     Raises:
         DataError: the file cannot be read.
@@ -648,7 +654,7 @@ def _encode(
                     lasts, num_blank = int(ids[-1]), num_blank + int(is_blank.sum())
                     ids = ids[~is_blank]
                 file.write(ids.tobytes())
-            if separator and lasts != end_id:  # the last record needs its line break too
+            if separator and lasts != end_id:  # the last record needs its end too
                 file.write(np.array([end_id], dtype).tobytes())
             count = file.tell() // dtype.itemsize
         if digest.hexdigest() != sha256:
@@ -673,7 +679,7 @@ def _encode(
 
 
 def _refuse_undivided(path: Path, tokenizer: CharTokenizer, end_id: int, separator: str, name: str) -> None:
-    """Raises DataError: nothing in the text separates records."""
+    """Raise DataError if nothing in the text separates records."""
     ids = np.memmap(path, dtype=id_dtype(tokenizer.vocab_size), mode="r")
     if len(_places_of(ids, end_id)) > 1:
         return
@@ -684,12 +690,12 @@ def _refuse_undivided(path: Path, tokenizer: CharTokenizer, end_id: int, separat
 
 
 def _shuffle_records(path: Path, dtype: np.dtype[Any], end_id: int, name: Path) -> tuple[int, int]:
-    """Shuffle the records of a file of ids; the last part of them, one in VAL_EVERY, becomes the validation split.
+    """Shuffle the records of a file of ids. The last ones, one in VAL_EVERY, become the validation split.
 
-    Takes about 50 bytes of memory per record. Returns the length of the training split, and the number of records.
+    Takes about 50 bytes of memory per record. Returns the length of the training split and the number of records.
 
     Raises:
-        DataError: there are fewer than VAL_EVERY.
+        DataError: there are fewer than VAL_EVERY records.
     """
     ids = np.memmap(path, dtype=dtype, mode="r")
     ends = _places_of(ids, end_id) + 1
@@ -711,9 +717,9 @@ def _shuffle_records(path: Path, dtype: np.dtype[Any], end_id: int, name: Path) 
 class WindowSampler:
     """Draws every window of the text once per epoch, in an order determined by the seed.
 
-    A window's place is a pure function of its number, so the only state is `position`, the number of windows drawn.
-    Each epoch cuts the text into consecutive windows from a random phase in [0, block_size), so the characters left
-    out at both ends, fewer than 3 block_size together, differ from epoch to epoch.
+    A window's place is a pure function of its number. The only state is `position`, the number of windows drawn.
+    Each epoch cuts the text into consecutive windows from a random phase in [0, block_size). The characters left out at
+    the two ends, fewer than 2 block_size together, therefore differ from epoch to epoch.
 
     Raises:
         DataError: the text is shorter than two windows.
@@ -721,7 +727,7 @@ class WindowSampler:
 
     def __init__(self, ids: np.ndarray, block_size: int, seed: int, position: int = 0):
         self.ids, self.block_size, self.seed, self.position = ids, block_size, seed, position
-        # Leaves room for any phase and for the last target, one character past the inputs.
+        # This count leaves room for any phase, and for the last target, one character past the inputs.
         self.per_epoch = (len(ids) - block_size) // block_size
         if self.per_epoch < 1:
             raise DataError(
@@ -730,50 +736,50 @@ class WindowSampler:
             )
 
     def rows(self, characters: int) -> int:
-        """Windows that have so many characters."""
+        """Return the number of windows in a step of `characters` characters."""
         return characters // self.block_size
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
-        """Start offsets of the windows with these numbers: (B,) -> (B,) int64."""
+        """Return the start offsets of the windows with these numbers: (B,) -> (B,) int64."""
         places, phases = _places(numbers, self.per_epoch, self.seed)
         return places * self.block_size + (phases * self.block_size).astype(np.int64)
 
     def next_places(self, batch_size: int) -> np.ndarray:
-        """Where the inputs of the next windows are in the text: (batch_size, block_size) int64."""
+        """Draw the next windows and return the offsets of their inputs in the text: (batch_size, block_size) int64."""
         starts = self.starts(np.arange(self.position, self.position + batch_size))
         self.position += batch_size
         return starts[:, None] + np.arange(self.block_size)
 
     def next_batch(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs, and targets one character ahead: each (batch_size, block_size) int64."""
+        """Return inputs of the next windows, and targets one character ahead: (batch_size, block_size) int64 each."""
         places = self.next_places(batch_size)
         return self.ids[places].astype(np.int64), self.ids[places + 1].astype(np.int64)
 
 
 def sampler_of(corpus: Corpus, block_size: int, seed: int) -> WindowSampler | RecordSampler:
-    """Draws from the training split: records one by one, other texts in windows."""
+    """Return the sampler of the training split, which draws records, or windows of a text without records."""
     return (WindowSampler if corpus.records is None else RecordSampler)(corpus.train, block_size, seed)
 
 
 class RecordSampler:
-    """Draws every record once per epoch, as WindowSampler draws windows, each in a row of its own.
+    """Draws every record once per epoch, as WindowSampler draws windows. Each record has a row of its own.
 
-    A row begins with the end of the record before, as at the service, and never sees another record. Records longer
-    than block_size are cut into pieces. `position` is the number of pieces drawn.
+    A row begins with the end of the previous record, as in the service, and holds nothing else of another record. A
+    record longer than block_size is cut into pieces, each in its own row. `position` is the number of pieces drawn.
     """
 
     def __init__(self, ids: np.ndarray, block_size: int, seed: int, position: int = 0):
         self.ids, self.seed, self.position = ids, seed, position
         self.pieces = record_pieces(ids, block_size)
         self.per_epoch = len(self.pieces[0])
-        self.mean = float(self.pieces[1].mean())  # characters of a piece
+        self.mean = float(self.pieces[1].mean())  # mean number of characters of a piece
 
     def rows(self, characters: int) -> int:
-        """Pieces that have about so many characters."""
+        """Return the number of pieces that hold about `characters` characters, at least 1."""
         return max(1, round(characters / self.mean))
 
     def next_batch(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `padded`: each (batch_size, longest) int64."""
+        """Draw the next pieces. Return their inputs and targets as `padded` does: (batch_size, longest) int64 each."""
         numbers = np.arange(self.position, self.position + batch_size)
         self.position += batch_size
         piece, _ = _places(numbers, self.per_epoch, self.seed)
@@ -781,9 +787,9 @@ class RecordSampler:
 
 
 def record_pieces(ids: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts, and numbers of inputs, of the pieces of all records in a split: (pieces,) int64 each.
+    """Return the start and the number of inputs of each piece of all records in a split: (pieces,) int64 each.
 
-    A record's first piece begins with the end of the record before it; the last target is its own end.
+    A record's first piece begins with the end of the previous record. The last target of its last piece is its own end.
     """
     breaks = _places_of(ids, ids[0])
     lengths = np.diff(breaks)
@@ -793,33 +799,37 @@ def record_pieces(ids: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _places_of(ids: np.ndarray, id: int) -> np.ndarray:
-    """Of an id in a memory-mapped text, (n,) int64, in chunks that fit memory."""
+    """Return the places of an id in a memory-mapped text, (n,) int64. Reads the text in chunks that fit memory."""
     starts = range(0, len(ids), CHUNK_BYTES)
     return np.concatenate([start + np.flatnonzero(ids[start : start + CHUNK_BYTES] == id) for start in starts])
 
 
 def unseen_records(ids: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Of each record of the split `ids`, whether the split `train` is without it: (records,) bool."""
-    known = {hash(record) for record in _records(train)}  # two in 2⁶⁴ collide
+    """Return for each record of the split `ids` whether the split `train` lacks it: (records,) bool."""
+    known = {hash(record) for record in _records(train)}  # two records collide with probability 2⁻⁶⁴
     return np.array([hash(record) not in known for record in _records(ids)])
 
 
 def _records(ids: np.ndarray) -> Iterator[bytes]:
-    """The ids of each record of a split, its end included."""
+    """Yield the ids of each record of a split, its end included."""
     for start, length in zip(*record_pieces(ids, len(ids)), strict=True):
         yield ids[start + 1 : start + 1 + length].tobytes()
 
 
 def window_pieces(ids: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts, and numbers of inputs, of consecutive windows; the last may be shorter: (pieces,) int64 each."""
+    """Return the start and the number of inputs of consecutive windows: (pieces,) int64 each.
+
+    The last window may be shorter.
+    """
     starts = np.arange(0, len(ids) - 1, length)
     return starts, np.minimum(length, len(ids) - 1 - starts)
 
 
 def padded(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs, and targets one character ahead, of pieces of a text: each (pieces, longest) int64.
+    """Return the inputs of pieces of a text, and targets one character ahead: (pieces, longest) int64 each.
 
-    On the right, where a causal model sees no effect of it, inputs are padded with 0 and targets with IGNORED.
+    Inputs are padded with 0 and targets with IGNORED, both on the right. Padding there does not affect a causal model's
+    other outputs.
     """
     within = np.arange(lengths.max())
     is_padding = within >= lengths[:, None]
@@ -829,13 +839,14 @@ def padded(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np
     return idx, targets
 
 
-Part = tuple[np.ndarray, ...]  # idx and targets (B, T); of a packed one also the lengths of what lies in it
+Part = tuple[np.ndarray, ...]  # idx and targets (B, T); a packed part also has the lengths of its rows
 
 
 def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[Part]:
-    """The rows of a padded batch, the longest first, in parts of at most `cells` characters, padding included.
+    """Yield the rows of a padded batch, the longest first, in parts of at most `cells` characters, padding included.
 
-    At most `cells` / PADDING of a part are padding: so much costs as much time as a further part.
+    A part has at most `cells` / PADDING characters of padding, which cost as much time as another part. A part may be
+    larger than `cells` if it is a single row.
     """
     lengths = (targets != IGNORED).sum(axis=1)
     order, first = np.argsort(-lengths, kind="stable"), 0
@@ -848,13 +859,14 @@ def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[
 
 
 def packed(idx: np.ndarray, targets: np.ndarray, count: int) -> list[Part]:
-    """The rows of a padded batch in at most `count` parts of about as many characters, each with its rows one after
-    another in a single row: idx and targets (1, N), and the lengths of the rows within, (rows,) int64.
+    """Pack the rows of a padded batch into at most `count` parts of about equally many characters.
 
-    N is a multiple of PACK, as torch compiles bfloat16 products anew for each N: rows of padding fill it up.
+    A part is a single row that holds its rows one after another: idx and targets (1, N), and the lengths of these rows,
+    (rows,) int64. N is a multiple of PACK, because torch compiles bfloat16 products anew for each N. Rows of padding
+    fill it up.
     """
     lengths = (targets != IGNORED).sum(axis=1)
-    dealt = np.arange(len(lengths)) % (2 * count)  # the longest first, to and fro
+    dealt = np.arange(len(lengths)) % (2 * count)  # deals rows to the parts back and forth, the longest first
     order, owner = np.argsort(-lengths, kind="stable"), np.minimum(dealt, 2 * count - 1 - dealt)
     parts: list[Part] = []
     for own in (order[owner == part] for part in range(min(count, len(lengths)))):
@@ -870,7 +882,7 @@ def packed(idx: np.ndarray, targets: np.ndarray, count: int) -> list[Part]:
 
 
 def two_halves(parts: Iterable[Part]) -> list[list[Part]]:
-    """Parts in two lists of about as many characters each; one list if there is one part."""
+    """Divide the parts into two lists of about equally many characters. Return one list if there is one part."""
     halves: tuple[list[Part], list[Part]] = [], []
     for part in parts:
         min(halves, key=lambda half: sum(each[0].size for each in half)).append(part)
@@ -878,7 +890,9 @@ def two_halves(parts: Iterable[Part]) -> list[list[Part]]:
 
 
 def _places(numbers: np.ndarray, per_epoch: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of numbers (B,): their places within their epochs, (B,) int64 in [0, per_epoch), and phases, (B,) in [0, 1)."""
+    """Return the places of numbers (B,) in their epochs, (B,) int64 in [0, per_epoch), and the epochs' phases, (B,) in
+    [0, 1).
+    """
     epochs, within = np.divmod(numbers, per_epoch)
     places, phases = np.empty(len(numbers), np.int64), np.empty(len(numbers))
     for epoch in np.unique(epochs):
@@ -888,9 +902,9 @@ def _places(numbers: np.ndarray, per_epoch: int, seed: int) -> tuple[np.ndarray,
     return places, phases
 
 
-@functools.lru_cache(maxsize=2)  # a batch may straddle two
+@functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
 def _epoch(n: int, seed: int, epoch: int) -> tuple[np.ndarray, float]:
-    """A random order of 0 … n−1, and a random number in [0, 1): the same in every version of NumPy."""
+    """Return a random order of 0 … n−1 and a random number in [0, 1), the same in every version of NumPy."""
     words = [*divmod(seed, 1 << 32), *divmod(epoch, 1 << 32)]
     random, order = np.random.RandomState(words), np.arange(n, dtype=np.uint32)  # frozen, unlike np.random.Generator
     random.shuffle(order)

@@ -1,4 +1,4 @@
-"""What a run runs on: device, dtype and threads; the forward and the autocast that suit them."""
+"""Choose the device, dtype and threads of a run, and the forward and autocast that suit them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from training.config import ConfigError, TrainConfig
 from training.fused import FusedForward
 from training.messages import plural
 
-BF16_WIDTHS = {"auto": 128, "false": 256}  # by `fused`: n_embd from which on bfloat16 is faster on a CPU that has it
+BF16_WIDTHS = {"auto": 128, "false": 256}  # by `fused`: least n_embd at which bfloat16 is faster, if the CPU has it
 
 
 def resolve_auto(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """Device, dtype and threads of a run on this machine. Saved with the run, whose bits depend on them.
+    """Return the device, dtype and threads of a run on this machine. The run saves them, because its bits depend on
+    them.
 
     Raises:
-        ConfigError: the device is not available, or the batch is not divisible among the `world_size` processes.
+        ConfigError: the device is not available or cannot `compile`, or batch_size is not a multiple of
+            world_size · accumulate.
     """
     device = pick_device(config.device)
     if config.compile and device == "cpu":
@@ -45,9 +47,10 @@ def resolve_auto(config: TrainConfig, world_size: int) -> dict[str, Any]:
 
 
 def suitable_dtype(config: TrainConfig, cpu_flags: Set[str]) -> Literal["float32", "bfloat16"]:
-    """The dtype of "auto": of the machine's features and the settings alone, so that a command repeats its bytes.
+    """Return the dtype that "auto" stands for.
 
-    On a CPU products of narrow matrices gain less from bfloat16 than its conversions cost.
+    It depends only on the machine's features and the settings, so that a command repeats its bytes. On a CPU, products
+    of narrow matrices gain less from bfloat16 than its conversions cost.
     """
     if config.device == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
@@ -56,7 +59,10 @@ def suitable_dtype(config: TrainConfig, cpu_flags: Set[str]) -> Literal["float32
 
 
 def training_forward(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
-    """The fastest idx (B, T) -> logits (B, T, V) for training on the config's device; `selfcheck` compares it."""
+    """Return the fastest forward, idx (B, T) -> logits (B, T, V), for training with the config on its device.
+
+    `selfcheck` compares a FusedForward with GPT.forward.
+    """
     if config.device == "cpu" and config.fused == "auto":
         return FusedForward(model, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
     compiled: Callable[..., Tensor] = torch.compile(model) if config.compile else model
@@ -64,31 +70,33 @@ def training_forward(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
 
 
 def in_halves(config: TrainConfig, rows: int) -> bool:
-    """Whether the halves of a step's `rows` are learned from at the same time, in two threads of Python's.
+    """Return whether two Python threads compute the gradients of the two halves of a step's `rows` at the same time.
 
-    These wait for each other twice a step, torch's own hundreds of times. A run stays deterministic, as torch adds to a
-    gradient under a lock, and the sum of two has no order. With dropout it would not: both draw from one generator.
+    The two threads wait for each other twice a step, torch's own threads hundreds of times. A run stays deterministic,
+    because torch adds to a gradient under a lock and the order of two summands does not matter. With dropout it would
+    not be deterministic, because both threads draw from one generator.
     """
-    is_even = config.threads % 2 == 0  # of torch's threads each has half
+    is_even = config.threads % 2 == 0  # each half has half of torch's threads
     return config.device == "cpu" and is_even and rows > 1 and not config.dropout and config.accumulate == 1
 
 
 def halves(config: TrainConfig, rows: int) -> ThreadPoolExecutor | None:
-    """The two threads, if a step is done `in_halves`."""
+    """Return the two threads if a step is computed `in_halves`, else None."""
     if not in_halves(config, rows):
         return None
     return ThreadPoolExecutor(2, "half", torch.set_num_threads, (config.threads // 2,))
 
 
 def autocast(config: TrainConfig) -> torch.autocast:
-    """Matrix products in the config's dtype."""
+    """Return the context in which matrix products have the config's dtype."""
     return torch.autocast(config.device, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 def pick_device(device: str) -> Literal["cpu", "cuda", "mps"]:
-    """
+    """Return the device to use. "auto" stands for the first available of cuda, mps and cpu.
+
     Raises:
-        ConfigError: it is not available, or there are fewer GPUs than processes on this machine.
+        ConfigError: the device is not available, or this machine has fewer GPUs than processes.
     """
     if device in ("auto", "cuda") and (num_gpus := torch.cuda.device_count()):
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
@@ -106,7 +114,7 @@ def pick_device(device: str) -> Literal["cpu", "cuda", "mps"]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """System, CPU, cores and GPU, recorded beside measured figures."""
+    """Return the system, CPU, number of cores and GPU, which are recorded with measured figures."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Output of a run: the progress bar, a line per evaluation, the final report, the curves."""
+"""Display a run: the progress bar, a line per evaluation, the final report and the curves."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECENT = 50  # steps whose mean loss the bar shows
-LINE_SECONDS = 10.0  # between two lines of progress, where no bar is shown
-NOISE = 0.005  # differences in validation loss, in nats, that another seed would make too
+LINE_SECONDS = 10.0  # seconds between two lines of progress if no bar is shown
+NOISE = 0.005  # difference in validation loss, in nats, that another seed makes too
 TRAIN_COLOR, VAL_COLOR, BEST_COLOR = "tab:blue", "tab:orange", "tab:green"
-LOSSES = {  # of the final report, each with what predicts so
+LOSSES = {  # losses in the final report, each with a description of its predictor
     "uniform": "guessing all characters alike",
     "unigram": "guessing by how often each character occurs",
     "bigram": "counting pairs of characters",
@@ -40,9 +40,10 @@ BASELINES = ("uniform", "unigram", "bigram")
 
 
 class ProgressView(Bar):
-    """A progress bar on terminals, and a line per evaluation everywhere.
+    """Shows a progress bar on terminals, a line every LINE_SECONDS elsewhere, and a line per evaluation on both.
 
-    The bar's loss is the mean of the last RECENT steps, an evaluation's that of all steps since the one before.
+    The bar's loss is the mean of the last RECENT steps. An evaluation's training loss is the mean of all steps since
+    the previous evaluation.
     """
 
     def __init__(self, console: Console, config: TrainConfig):
@@ -88,14 +89,15 @@ class ProgressView(Bar):
 
 @contextlib.contextmanager
 def show_forwards(console: Console, what: str, total: int, unit: str = "characters") -> Iterator[Callable[[int], None]]:
-    """How far a text has gone through a model: a bar on terminals, elsewhere a line every LINE_SECONDS.
+    """Show how much of a text has gone through a model: a bar on terminals, elsewhere a line every LINE_SECONDS.
 
-    Yields what is told the number of characters, or of another unit, of each forward; total: of about how many in all.
+    Yields a function to call after each forward with its number of characters, or of another unit. total: about the
+    number in all forwards.
     """
     done = 0
     started = line_at = time.monotonic()
     columns = (TextColumn(what), BarColumn(), TimeRemainingColumn())
-    # What is printed goes to standard output, which may be a file; rich would send it to the console.
+    # Printed text must stay on standard output, which may be a file; rich would redirect it to the console.
     is_hidden = not console.is_terminal
     with Bar(*columns, console=console, disable=is_hidden, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("", total=total)
@@ -122,7 +124,7 @@ def print_report(
     scores: Scores,
     val_characters: int,
 ) -> None:
-    """The losses of the best weights beside the baselines, overfitting, speed, and the paths of the results."""
+    """Print the losses of the best weights and of the baselines, overfitting, speed and the paths of the results."""
     table = Table("", "loss per character, validation split", "nats", "bits")
     for name in filter(losses.__contains__, LOSSES):
         is_sampled = name in scores.losses and scores.standard_error is not None
@@ -173,7 +175,7 @@ def print_report(
 
 
 def verdict(losses: dict[str, float]) -> str | None:
-    """In words, what the model is no better than; None: it is better than all baselines."""
+    """Return a warning that names a baseline if the model is no better than it, else None."""
     loss = min(losses["whole"], losses["streamed"])
     for name in BASELINES:
         if loss >= losses[name]:
@@ -186,7 +188,7 @@ def verdict(losses: dict[str, float]) -> str | None:
 
 
 def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
-    """The figures of `report.describe_copies`, one column per text."""
+    """Print the figures of `examination.describe_copies` or `describe_records`, one column per text."""
     table = Table("", *texts)
     for name in next(iter(texts.values())):
         values = [figures[name] for figures in texts.values()]
@@ -199,12 +201,15 @@ def figure_of(value: float) -> str:
 
 
 def draw_curves(out: Path) -> None:
-    """Plot the losses of a run beside the baselines, and its learning rate: OUT/loss.png."""
+    """Plot the losses of a run, the baselines and the learning rate in OUT/loss.png."""
     curves(read_log(out)).savefig(out / "loss.png", dpi=120)
 
 
 def curves(records: list[dict[str, Any]]) -> Figure:
-    """Each curve and baseline is named at the right edge, at its last value; the learning rate is below."""
+    """Return a figure of the losses with the learning rate below them.
+
+    Each curve and baseline is named at the right edge, at its last value.
+    """
     from matplotlib.figure import Figure  # takes half a second to import
 
     train = [r for r in records if r["event"] == "train"]
@@ -230,7 +235,7 @@ def curves(records: list[dict[str, Any]]) -> Figure:
         axes.axhline(ends[-1][name], color="gray", ls="--", lw=0.8)
         names.append((ends[-1][name], f"{name} {ends[-1][name]:.2f}", "dimgray"))
     shown = [r["train_loss"] for r in train[len(train) // 20 :]] + [r["val_loss"] for r in val]
-    if shown:  # the first steps, and baselines far above, would squeeze the rest
+    if shown:  # the losses of the first steps, and baselines far above, would squeeze the rest
         margin = 0.05 * (max(shown) - min(shown)) + 0.02
         axes.set_ylim(min(shown) - margin, max(shown) + margin)
     low, high = axes.get_ylim()

@@ -1,7 +1,7 @@
-"""Knowledge distillation (Hinton et al. 2015): a model learns what its teachers predict on average.
+"""Knowledge distillation (Hinton et al. 2015): a model learns the mean prediction of its teachers.
 
-The average of several models that differ in their seeds predicts better than each of them, and most of that can be
-taught to one (RECIPE.md has figures).
+The mean prediction of several models that differ in their seeds is better than that of each model. Most of this gain
+can be taught to a single model (RECIPE.md has figures).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Teachers:
     """The mean prediction of the checkpoints in `config.teachers`.
 
     Raises:
-        CheckpointError: one cannot be read.
-        ConfigError: one has another vocabulary than `tokenizer`, or a smaller window than `config`.
+        CheckpointError: a checkpoint cannot be read.
+        ConfigError: a checkpoint has another vocabulary than `tokenizer`, or a smaller block_size than `config`.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: CharTokenizer):
@@ -51,12 +51,15 @@ class Teachers:
         self._forwards = [training_forward(model, replace(config, compile=False)) for model in self.models]
 
     def use_autograd(self) -> None:
-        """Predict through GPT.forward, which the fast forward does not compute."""
+        """Predict with GPT.forward. Call this if the fast forward does not compute the same."""
         self._forwards = list(self.models)
 
     @torch.no_grad()
     def __call__(self, idx: Tensor, *lengths: Tensor) -> Tensor:
-        """Ids (B, T) -> probabilities of the next character (B, T, V), float32. lengths: as of FusedForward."""
+        """Return the probabilities of the next character: ids (B, T) -> (B, T, V), float32.
+
+        lengths: the lengths of packed rows, an argument of FusedForward.
+        """
         mean = torch.zeros(())
         with autocast(self.config):
             for forward in self._forwards:
@@ -65,7 +68,10 @@ class Teachers:
 
     @torch.no_grad()
     def table(self, ids: np.ndarray, advance: Advance = int) -> Tensor:
-        """Probabilities of what follows each character of a streamed text but the last, (N - 1, V) float16."""
+        """Return the probabilities of the character after each character of a text but the last: (N - 1, V) float16.
+
+        The text is streamed through the teachers.
+        """
         mean = torch.zeros(len(ids) - 1, self.models[0].config.vocab_size, dtype=torch.float16)
         for model in self.models:
             start = 0

@@ -1,7 +1,7 @@
-"""Data-parallel training in the processes that torchrun starts, on several GPUs or machines: every process holds the
-whole model and takes a share of each batch.
+"""Data-parallel training in the processes that torchrun starts, on several GPUs or machines.
 
-Knows nothing about models; it sums tensors over gloo between CPUs and NCCL between GPUs.
+Every process holds the whole model and takes a share of each batch. This module knows nothing about models. It sums
+tensors with gloo between CPUs and with NCCL between GPUs.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The others wait at most so long while the main process encodes a text, scores a checkpoint, samples or saves. Gloo
-# notices a lost process by its closed connection; NCCL by this timeout alone.
+# The other processes wait at most this long while the main process encodes a text, scores a checkpoint, samples or
+# saves. Gloo detects a lost process by its closed connection, NCCL only by this timeout.
 TIMEOUT = timedelta(hours=1)
 
 T = TypeVar("T")
 
 
 class LostProcessError(RuntimeError):
-    """Another process of the run has died or is unreachable."""
+    """Another process of the run has died, is unreachable or did not answer within TIMEOUT."""
 
 
 class World:
-    """The processes of a run; a world of size 1 communicates with nobody."""
+    """The processes of a run. A world of size 1 does not communicate."""
 
     joined = False  # whether this process has ever been in a world of several
 
@@ -39,7 +39,7 @@ class World:
     @classmethod
     @contextlib.contextmanager
     def join(cls) -> Iterator[World]:
-        """The world described by torchrun's environment variables; without them, of size 1.
+        """Join the world that torchrun's environment variables describe, or one of size 1 without them.
 
         Raises:
             LostProcessError: a variable is missing, or another process is unreachable.
@@ -65,7 +65,7 @@ class World:
         return self.rank == 0
 
     def shard(self, n: int) -> slice:
-        """This process's part of range(n)."""
+        """Return this process's part of range(n)."""
         return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
@@ -76,7 +76,10 @@ class World:
         return tensor
 
     def from_main(self, decide: Callable[[], T]) -> T | None:
-        """What `decide` returns in the main process, in every process; None in the others if it raises there."""
+        """Call `decide` in the main process and return its result in every process.
+
+        If it raises in the main process, return None in the others.
+        """
         values: list[T | None] = [None]
         try:
             if self.is_main:
@@ -99,9 +102,9 @@ def _lost_process() -> Iterator[None]:
 
 
 def exit_if_distributed(status: int) -> None:
-    """End this process without interpreter shutdown if it has been in a world of several.
+    """End this process without interpreter shutdown if it has been in a world of several processes.
 
-    A gloo thread can outlive its process group for a moment and would abort an interpreter that shuts down then.
+    A gloo thread can outlive its process group for a moment and would abort an interpreter that shuts down meanwhile.
     """
     if World.joined:
         sys.stdout.flush()

@@ -1,6 +1,6 @@
-"""`evaluate`, and losses over a whole text, and the baselines to compare them with.
+"""The command `evaluate`, losses over a whole text, and the baselines to compare them with.
 
-Losses are in nats per character. All are deterministic: there are no random windows.
+Losses are in nats per character. All are deterministic, because no windows are drawn at random.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from training.native_scores import NativeScorer
 
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
-STRETCH_WINDOWS = 4  # of each stretch of a sample
+STRETCH_WINDOWS = 4  # windows in each stretch of a sample
 
-Advance = Callable[[int], object]  # is told of each forward how many characters it has scored; `int` ignores it
+Advance = Callable[[int], object]  # receives the number of characters that each forward scored; `int` ignores it
 
 
 def command(args: argparse.Namespace) -> None:
@@ -74,16 +74,17 @@ class Scores:
     """Losses of a split, or of a sample of it."""
 
     losses: dict[str, float]
-    characters: int  # scored, in each of `whole` and `streamed`
-    standard_error: float | None  # of `whole` as an estimate for the split; None: all of it was scored
+    characters: int  # number of characters scored in each of `whole` and `streamed`
+    standard_error: float | None  # standard error of `whole` as an estimate for the split; None: all of it was scored
 
 
 def split_losses(
     model: GPT, ids: np.ndarray, records: bool, train: np.ndarray | None = None, advance: Advance = int
 ) -> dict[str, float]:
-    """`whole`, in pieces of at most block_size as in training, and `streamed`, as when generating.
+    """Return the losses `whole`, in pieces of at most block_size as in training, and `streamed`, as in generation.
 
-    Of records also `unseen`, streamed: of those that are not in `train` too, if there are both kinds.
+    For records, also return `unseen`, the streamed loss of the records that `train` lacks, if some of the records are
+    in `train` and some are not.
     """
     return sampled_scores(model, ids, len(ids), records, train, advance).losses
 
@@ -91,9 +92,9 @@ def split_losses(
 def sampled_scores(
     model: GPT, ids: np.ndarray, count: int, records: bool, train: np.ndarray | None = None, advance: Advance = int
 ) -> Scores:
-    """`split_losses` of about `count` characters: of a text, stretches at equal distances; of records, the first.
+    """Return `split_losses` of about `count` characters: stretches of a text at equal distances, or the first records.
 
-    Records that fit the window are scored once: both losses are the same.
+    Records that all fit the window are scored once, because both losses are the same.
     """
     window, sums_of = model.config.block_size, fast_piece_sums(model)
     if records:
@@ -127,14 +128,19 @@ def sampled_scores(
 
 
 def _standard_error(sums: np.ndarray, lengths: np.ndarray) -> float:
-    """Of the mean loss per character, given those of clusters that were drawn: each varies as a whole."""
+    """Return the standard error of the mean loss per character, estimated from clusters (n,).
+
+    sums, lengths: the summed loss and the number of characters of each cluster.
+    """
     n, total = len(sums), lengths.sum()
     return float(np.sqrt(n / max(1, n - 1) * ((sums - sums.sum() / total * lengths) ** 2).sum()) / total)
 
 
 def stretches(length: int, count: int, window: int) -> list[tuple[int, int]]:
-    """Starts and ends of stretches of a text of `length` characters, of which all but their first characters are
-    `count`, at equal distances; one if that is the whole text.
+    """Return the starts and ends of stretches at equal distances in a text of `length` characters.
+
+    Without their first characters, the stretches have about `count` characters together. There is one stretch, the
+    whole text, if `count` covers it.
     """
     if count >= length - 1:
         return [(0, length)]
@@ -144,7 +150,7 @@ def stretches(length: int, count: int, window: int) -> list[tuple[int, int]]:
 
 
 def beginning(ids: np.ndarray, count: int) -> np.ndarray:
-    """The first records of a split, whole ones of about `count` characters, at least one."""
+    """Return the first whole records of a split, about `count` characters and at least one record."""
     if count >= len(ids):
         return ids
     lengths = np.cumsum(record_pieces(ids, len(ids))[1])
@@ -152,21 +158,24 @@ def beginning(ids: np.ndarray, count: int) -> np.ndarray:
 
 
 def whole_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
-    """Mean loss of every character of `ids` but the first, in consecutive windows of block_size.
+    """Return the mean loss of every character of `ids` but the first, in consecutive windows of block_size.
 
-    Each window starts without context, as in training: character i of a window is predicted from the i before it.
-    nanoGPT's random windows estimate the same quantity.
+    Each window starts without context, as in training. The model predicts target i of a window, counted from 1, from i
+    characters. nanoGPT's random windows estimate the same quantity.
     """
     return piece_loss(model, ids, *window_pieces(ids, model.config.block_size), advance)
 
 
 def piece_loss(model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, advance: Advance = int) -> float:
-    """Mean loss of the targets of pieces of `ids`, each without what precedes it; 0 if there are none."""
+    """Return the mean loss of the targets of pieces of `ids`, or 0 if there are none.
+
+    No piece sees the text before it.
+    """
     return float(piece_sums(model, ids, starts, lengths, advance).sum()) / max(1, int(lengths.sum()))
 
 
 def fast_piece_sums(model: GPT) -> Callable[..., np.ndarray]:
-    """`piece_sums` of a model, by the native engine if it computes the model here."""
+    """Return `piece_sums` for a model, computed by the native engine if that computes this model here."""
     assert not model.training, "dropout must be off"
     scorer = NativeScorer.of(model)
     return partial(piece_sums, model) if scorer is None else scorer.piece_sums
@@ -181,9 +190,9 @@ def piece_sums(
     advance: Advance = int,
     skips: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Summed loss of the targets of each piece, without the first `skips` of them: (pieces,) float64.
+    """Return the summed loss of each piece's targets, without the first `skips` of them: (pieces,) float64.
 
-    A piece longer than a forward is scored as `streamed_loss` scores a text.
+    A piece of more than BATCH_CHARS targets is scored as `streamed_loss` scores a text.
     """
     assert not model.training, "dropout must be off"
     sums, first = np.zeros(len(lengths)), 0
@@ -206,12 +215,12 @@ def piece_sums(
 
 
 def streamed_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
-    """Mean loss of every character of `ids` but the first, each predicted from its full receptive field."""
+    """Return the mean loss of every character of `ids` but the first, each predicted from its full receptive field."""
     return streamed_sum(model, ids, advance) / (len(ids) - 1)
 
 
 def streamed_sum(model: GPT, ids: np.ndarray, advance: Advance = int, skip: int = 0) -> float:
-    """`streamed_loss`, summed, without the first `skip` targets, which are context alone."""
+    """Return the summed loss of `streamed_loss`, without the first `skip` targets, which serve only as context."""
     total, scored = 0.0, 0
     for logits in streamed_logits(model, ids):
         targets = ids[scored + 1 : scored + 1 + logits.size(1)].astype(np.int64)
@@ -224,12 +233,12 @@ def streamed_sum(model: GPT, ids: np.ndarray, advance: Advance = int, skip: int 
 
 @torch.no_grad()
 def streamed_logits(model: GPT, ids: np.ndarray) -> Iterator[Tensor]:
-    """(1, T, V) after each of the next T characters of a text, until the last but one, through a KV cache.
+    """Yield the logits after each character of a text but the last, through a KV cache: (1, T, V) for T characters.
 
-    Equal to one banded forward over the whole text.
+    They equal the logits of one banded forward over the whole text.
     """
     assert not model.training, "dropout must be off"
-    weight, size = model.head.weight, max(16, BATCH_CHARS // 8)  # memory and masked work grow with it
+    weight, size = model.head.weight, max(16, BATCH_CHARS // 8)  # memory and masked work grow with the size
     cache = KVCache(model.config, 1, weight.device, weight.dtype)
     for start in range(0, len(ids) - 1, size):
         piece = torch.from_numpy(ids[None, start : min(start + size, len(ids) - 1)].astype(np.int64))
@@ -237,25 +246,25 @@ def streamed_logits(model: GPT, ids: np.ndarray) -> Iterator[Tensor]:
 
 
 def _losses(logits: Tensor, targets: np.ndarray) -> np.ndarray:
-    """Summed loss of each row of logits (B, T, V) against targets (B, T): (B,) float64."""
+    """Return the summed loss of each row of logits (B, T, V) against targets (B, T): (B,) float64."""
     expected = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
     losses = F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(expected.shape).sum(dim=1, dtype=torch.float64).cpu().numpy()
 
 
 def baselines(train: np.ndarray, val: np.ndarray, vocab_size: int) -> dict[str, float]:
-    """Losses on `val`, all but its first character, of uniform, unigram and bigram models of `train`.
+    """Return the losses of uniform, unigram and bigram models of `train` on all but the first character of `val`.
 
     Counts have add-one smoothing.
     """
-    counts = np.bincount(train[:1], minlength=vocab_size)  # of symbols
+    counts = np.bincount(train[:1], minlength=vocab_size)  # occurrences of each symbol
     seen, times = np.empty(0, np.int64), np.empty(0, np.int64)  # distinct bigrams a·V + b, and their counts
     for pairs in _pairs(train, vocab_size):
         counts = counts + np.bincount(pairs % vocab_size, minlength=vocab_size)
         found, n = np.unique(np.concatenate((seen, pairs)), return_counts=True)
         n[np.searchsorted(found, seen)] += times - 1
         seen, times = found, n
-    contexts = np.bincount(seen // vocab_size, weights=times, minlength=vocab_size)  # of symbols with a successor
+    contexts = np.bincount(seen // vocab_size, weights=times, minlength=vocab_size)  # bigrams that each symbol begins
     unigram = bigram = 0.0
     for pairs in _pairs(val, vocab_size):
         unigram -= np.log((counts[pairs % vocab_size] + 1) / (counts.sum() + vocab_size)).sum()
@@ -267,7 +276,7 @@ def baselines(train: np.ndarray, val: np.ndarray, vocab_size: int) -> dict[str, 
 
 
 def _pairs(ids: np.ndarray, vocab_size: int) -> Iterable[np.ndarray]:
-    """The bigrams of `ids`, in chunks, each encoded as a·V + b."""
+    """Yield the bigrams of `ids` in chunks, each bigram encoded as a·V + b."""
     for start in range(0, len(ids) - 1, CHUNK):
         piece = ids[start : start + CHUNK + 1].astype(np.int64)
         yield piece[:-1] * vocab_size + piece[1:]

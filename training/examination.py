@@ -1,8 +1,8 @@
-"""How much of a text is copied from the training text, and how often it repeats itself.
+"""Measure how much of a text is copied from the training text and how often the text repeats itself.
 
-Of records: how many are unique, novel, copies and valid, and how long they are.
+For records, count the unique, novel, copied and valid ones, and measure their lengths.
 
-The training text is processed in chunks and may be larger than memory; not so one of records.
+The training text is processed in chunks and may be larger than memory. A training text of records must fit in memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from training.records import LINES, separator_between, split_printed
 from training.sample import Condition, beginning_of_record, sample_texts
 
 CHUNK = 1 << 22  # training characters hashed at a time
-MAX_SHOWN = 200  # characters of a copied passage
-NGRAM = 50  # characters of a passage that is called copied
+MAX_SHOWN = 200  # characters shown of a copied passage
+NGRAM = 50  # least number of characters of a copied passage
 # Polynomial hashes modulo 2⁶⁴ with an odd base; matches are verified character by character.
 BASE = np.uint64(0x9E3779B97F4A7C15)
 INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
@@ -34,13 +34,13 @@ INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
 
 @dataclass(frozen=True)
 class Examination:
-    """What `examine` found, and the texts it looked at."""
+    """The findings of `examine`, and the texts that it examined."""
 
-    columns: dict[str, dict[str, Any]]  # figures by row, of what was generated and of the validation split
-    texts: list[tuple[int, str]]  # generated: (seed, text)
-    passages: list[list[tuple[int, int]]]  # of each text: starts and ends of what is copied; of records none
-    copies: Set[str] = frozenset()  # of records: the generated ones that are in the training split
-    valid: Set[str] | None = None  # of records: the valid ones, if it was asked
+    columns: dict[str, dict[str, Any]]  # figures by row, for the generated texts and for the validation split
+    texts: list[tuple[int, str]]  # (seed, text) of each generated text
+    passages: list[list[tuple[int, int]]]  # starts and ends of each text's copied passages; empty for records
+    copies: Set[str] = frozenset()  # generated records that are in the training split
+    valid: Set[str] | None = None  # valid records; None: the command was not to check them
 
 
 def examine(
@@ -54,15 +54,15 @@ def examine(
     drawn: Drawn | None = None,
     max_candidates: int = MAX_CANDIDATES,
 ) -> Examination:
-    """Generate texts, or records, and compare them with the text that the model was trained on.
+    """Generate texts or records and compare them with the text that the model was trained on.
 
-    regex, check: what decides whether a record is valid: a regular expression of Python's that matches the whole, and
-    a command.
-    drawn: the records are exact answers to regex, and this counts what they cost, as in `sample_texts`.
+    regex: a record is valid only if this regular expression of Python matches all of it. check: a command that selects
+    the valid records, as in `valid_records`. drawn: if it is given, the records are exact answers to regex, and it
+    counts their cost, as in `sample_texts`.
 
     Raises:
-        ConfigError: the pattern is invalid, or as `valid_records`.
-        ExhaustedError: as `sample_texts`.
+        ConfigError: the pattern is invalid, or `valid_records` raises it.
+        ExhaustedError: `sample_texts` raises it.
     """
     tokenizer, device = corpus.tokenizer, str(model.head.weight.device)
     params = SamplingParams(seed=seed, logit_bias=tokenizer.sampling_bias)
@@ -105,7 +105,7 @@ def examine(
 
 
 def describe_copies(text: np.ndarray, train: np.ndarray, tokenizer: CharTokenizer) -> dict[str, Any]:
-    """The row labels and values of the command's table."""
+    """Return the row labels and values of the table for a text."""
     start, length = longest_copy(text, train)
     copied = tokenizer.decode(text[start : start + min(length, MAX_SHOWN)].tolist())
     return {
@@ -120,9 +120,10 @@ def describe_copies(text: np.ndarray, train: np.ndarray, tokenizer: CharTokenize
 def describe_records(
     records: Sequence[str], known: Set[str], unseen: Set[str], valid: Set[str] | None = None
 ) -> dict[str, Any]:
-    """The same for records.
+    """Return the row labels and values of the table for records.
 
-    known, unseen: those of the training split, and of the validation split; valid: of `records`, if it was asked.
+    known, unseen: the records of the training split and of the validation split. valid: the valid records; None: they
+    were not checked.
     """
     lengths = sorted(map(len, records))
     figures = {
@@ -141,11 +142,12 @@ def describe_records(
 
 
 def valid_records(records: Set[str], check: str, separator: str = LINES, end: str = "\n") -> set[str]:
-    """Those that the shell command `check` prints when it is given all of them, as grep does: a line each, or separated
-    as `sample` prints them.
+    """Return the records that the shell command `check` prints when it reads all of them, as grep does.
+
+    The command reads and prints a record on each line, or records separated as `sample` prints them.
 
     Raises:
-        ConfigError: the command failed, with a status above 1, or printed another record.
+        ConfigError: the command printed another record, ended with a status above 1 or was killed by a signal.
     """
     given = separator_between(separator, end).join(sorted(records)) + "\n"
     done = subprocess.run(check, shell=True, input=given.encode(), stdout=subprocess.PIPE)
@@ -158,7 +160,9 @@ def valid_records(records: Set[str], check: str, separator: str = LINES, end: st
 
 
 def longest_copy(text: np.ndarray, train: np.ndarray) -> tuple[int, int]:
-    """Start and length of the longest passage of `text` (n,) that occurs in `train` (N,); length 0: no character does.
+    """Return the start and length of the longest passage of `text` (n,) that occurs in `train` (N,).
+
+    The length is 0 if no character of `text` occurs in `train`.
 
     Binary search over the length, in O((n + N) · log n · log N).
     """
@@ -174,13 +178,13 @@ def longest_copy(text: np.ndarray, train: np.ndarray) -> tuple[int, int]:
 
 
 def copied_share(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> float:
-    """The share of the `length`-grams of `text` that occur in `train`; 0 for a shorter text."""
+    """Return the share of the `length`-grams of `text` that occur in `train`, or 0 for a shorter text."""
     grams = copied_grams(text, train, length)
     return float(grams.mean()) if len(grams) else 0.0
 
 
 def copied_grams(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> np.ndarray:
-    """Whether each `length`-gram of `text` occurs in `train`: (len(text) − length + 1,) bool, or empty."""
+    """Return for each `length`-gram of `text` whether `train` has it: (len(text) − length + 1,) bool, or empty."""
     if len(text) < length:
         return np.zeros(0, dtype=bool)
     unique, which = np.unique(_hashes(text, length), return_inverse=True)
@@ -191,7 +195,7 @@ def copied_grams(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> np
 
 
 def copied_passages(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> list[tuple[int, int]]:
-    """Starts and ends in `text` of what copied `length`-grams cover, in order.
+    """Return in order the starts and ends of the passages of `text` that copied `length`-grams cover.
 
     A passage may join pieces that come from different places of `train` and overlap.
     """
@@ -205,7 +209,7 @@ def copied_passages(text: np.ndarray, train: np.ndarray, length: int = NGRAM) ->
 
 
 def distinct_n(text: np.ndarray, n: int) -> float:
-    """Distinct n-grams over all n-grams of a text (Li et al. 2016); 1: no n-gram repeats."""
+    """Return the number of distinct n-grams divided by that of all n-grams (Li et al. 2016); 1: no n-gram repeats."""
     if len(text) < n:
         return 1.0
     windows = np.lib.stride_tricks.sliding_window_view(text, n)
@@ -213,7 +217,10 @@ def distinct_n(text: np.ndarray, n: int) -> float:
 
 
 def _copies(text: np.ndarray, train: np.ndarray, length: int) -> Iterator[int]:
-    """Offsets in `text` of its passages of `length` that `train` has, each distinct one once per chunk of `train`."""
+    """Yield the offsets in `text` of its passages of `length` that occur in `train`.
+
+    Each distinct passage has one offset, which is yielded once for each chunk of `train` that has the passage.
+    """
     hashes, first = np.unique(_hashes(text, length), return_index=True)
     for start in range(0, len(train) - length + 1, CHUNK):
         chunk = _hashes(train[start : start + CHUNK + length - 1], length)
@@ -226,7 +233,7 @@ def _copies(text: np.ndarray, train: np.ndarray, length: int) -> Iterator[int]:
 
 
 def _hashes(ids: np.ndarray, length: int) -> np.ndarray:
-    """Rolling hash of each window of `length` ids: (len(ids) − length + 1,) uint64."""
+    """Return the rolling hash of each window of `length` ids: (len(ids) − length + 1,) uint64."""
     n = len(ids)
     inverse_powers = np.cumprod(np.concatenate(([np.uint64(1)], np.full(n - 1, INVERSE))), dtype=np.uint64)
     powers = np.cumprod(np.concatenate(([np.uint64(1)], np.full(n - 1, BASE))), dtype=np.uint64)

@@ -1,13 +1,14 @@
-"""`export`: conversion of a checkpoint to GGUF for llama.cpp and ONNX for onnxruntime.
+"""The command `export`: convert a checkpoint to GGUF for llama.cpp or to ONNX for onnxruntime.
 
-Transformers, vLLM and SGLang need no export; they load a checkpoint folder directly.
+Transformers, vLLM and SGLang need no export, because they load a checkpoint folder directly.
 
-Neither format has our ring cache. The ONNX graph applies the attention window at any length, but has no cache.
-llama.cpp has no sliding window for qwen3: beyond block_size characters its attention covers the whole text and its
-logits differ, so the file states block_size as its context length. Within that, its logits equal ours to 1e-5 with an
-fp32 cache (-ctk f32 -ctv f32) and to about 1e-3 with its default, fp16. Prompts must use the model's own characters:
-llama.cpp refuses most others, or takes the unknown symbol for each of their bytes where there is one, but loops forever
-on one whose UTF-8 begins like that of a known character.
+Neither format has the service's ring cache. The ONNX graph applies the attention window at any length, but has no
+cache. llama.cpp has no sliding window for qwen3. Beyond block_size characters its attention covers the whole text and
+its logits differ, so the file states block_size as its context length. Within that length, its logits equal those of
+GPT.forward to 1e-5 with an fp32 cache (-ctk f32 -ctv f32), and to about 1e-3 with its default, fp16.
+
+Prompts for llama.cpp must use the model's own characters. It refuses most others, or takes the unknown symbol for each
+of their bytes if the model has one. It loops forever on a character whose UTF-8 begins like that of a known one.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
-    # RWKV's tokenizer greedily matches tokens as bytes. It is the only one without end and unknown tokens; the others
-    # would use some of the characters as special tokens, and end a text at "!".
+    # RWKV's tokenizer greedily matches tokens as bytes. It is the only one without end and unknown tokens. The others
+    # would use some of the characters as special tokens, and would end a text at "!".
     characters = ["".join(f"\\x{byte:02x}" for byte in c.encode()) for c in checkpoint.tokenizer.characters]
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list(characters)
@@ -90,9 +91,10 @@ def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
 
 
 class _WholeText(CacheRows):
-    """A cache for one forward over a whole text: it returns the keys it is given, and its mask is the band.
+    """A cache for one forward over a whole text. It returns the keys and values it receives, and its mask is the band.
 
-    Without a cache, GPT.forward splits longer texts into blocks, a branch on the length that a graph cannot have.
+    Without a cache, GPT.forward splits longer texts into blocks. This is a branch on the length, which a graph cannot
+    have.
     """
 
     def __init__(self, idx: Tensor, window: int):
@@ -159,5 +161,5 @@ def export(checkpoint: Checkpoint, format: str, file: Path) -> None:
         try:
             FORMATS[format](checkpoint, new)
             os.replace(new, file)
-        except OSError as error:  # NumPy's have no number
+        except OSError as error:  # NumPy's errors have no number
             raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from None

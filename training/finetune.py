@@ -1,7 +1,7 @@
-"""Fine-tuning: a run that starts from the weights, shape and vocabulary of a checkpoint.
+"""Fine-tuning: a run starts from the weights, shape and vocabulary of a checkpoint.
 
-Every id keeps its character: the vocabulary retains the checkpoint's order, including characters absent from the new
-text. New characters are refused or, on request, appended, or become the unknown symbol where they are rare.
+Every id keeps its character. The vocabulary retains the checkpoint's order and its characters that the new text lacks.
+New characters are refused. On request they are appended, or become the unknown symbol if they are rare.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ MAX_LISTED = 20  # characters named in an error message
 
 @dataclass(frozen=True)
 class Origin:
-    """What a fine-tuning run starts from."""
+    """The starting point of a fine-tuning run."""
 
-    tokenizer: CharTokenizer  # the run's, new characters included
+    tokenizer: CharTokenizer  # the run's tokenizer, new characters included
     weights: dict[str, Tensor]  # the run's initial weights, by name
-    record_end: str | None  # of the checkpoint
+    record_end: str | None  # the character that ends the checkpoint's records
     lineage: dict[str, Any]  # provenance of the weights, for training.json
 
 
 def inherited(path: str) -> dict[str, Any]:
-    """The settings that a run takes over from the checkpoint at `path`, where they are not given: SHAPE, and records.
+    """Return the settings that a run takes over from the checkpoint at `path` if the user does not give them.
 
-    Windows are whole, as it has seen such.
+    These are SHAPE and records. `window_stages` is 1, because the checkpoint has already been trained on whole windows.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     checkpoint = Checkpoint.read(path)
     shape = {name: getattr(checkpoint.config, name) for name in SHAPE}
@@ -47,14 +47,15 @@ def inherited(path: str) -> dict[str, Any]:
 
 
 def load_origin(config: TrainConfig, corpus: Corpus) -> Origin:
-    """The checkpoint at `config.init_from`, adapted to a text in its own characters.
+    """Return the checkpoint at `config.init_from`, adapted to the text of `corpus`, which is in the text's vocabulary.
 
-    Of those that the checkpoint lacks, the ones that occur fewer than `config.min_count` times are left to its unknown
-    symbol; what it knows stays, however rare.
+    A character that the checkpoint lacks is left to its unknown symbol if it occurs fewer than `config.min_count`
+    times. Characters that the checkpoint has stay, however rare they are.
 
     Raises:
-        CheckpointError: it cannot be read.
-        ConfigError: its shape differs from the config's, or characters are missing and extend_vocabulary is not set.
+        CheckpointError: the checkpoint cannot be read.
+        ConfigError: the checkpoint's shape differs from the config's, or it lacks characters and extend_vocabulary is
+            not set.
     """
     assert config.init_from is not None
     checkpoint = Checkpoint.read(config.init_from)
@@ -91,8 +92,8 @@ def load_origin(config: TrainConfig, corpus: Corpus) -> Origin:
         )
     weights = checkpoint.load_model().state_dict()
     if added:
-        # New head rows are the mean row: their logit is the mean logit, which takes little probability from existing
-        # characters. New embedding rows are sampled from the mean and variance of the existing ones, so that two new
+        # Each new head row is the mean row. Its logit is the mean logit, which takes little probability from existing
+        # characters. New embedding rows are sampled with the mean and variance of the existing ones, so that two new
         # characters differ from the start (Hewitt 2021).
         embed, head = weights["embed.weight"], weights["head.weight"]
         std, mean = torch.std_mean(embed, dim=0, correction=0)
@@ -115,7 +116,7 @@ def load_origin(config: TrainConfig, corpus: Corpus) -> Origin:
 
 
 def refuse_short_text(config: TrainConfig, corpus: Corpus) -> None:
-    """Raises ConfigError: the text has fewer than two windows of the checkpoint, which cannot be shortened."""
+    """Raise ConfigError if the text has fewer than two windows of the checkpoint, which cannot be shortened."""
     length, needed = len(corpus.train), 2 * config.block_size
     if corpus.records is None and length < needed:
         more = math.ceil((needed - length) / TRAIN_SHARE)

@@ -1,4 +1,4 @@
-"""Replace a folder atomically: of a checkpoint, or of an encoded text. Loads no torch."""
+"""Replace the folder of a checkpoint or of an encoded text atomically. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from service.model.checkpoint import previous_of
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder of files that atomically replaces `path` when the block succeeds.
+    """Yield a temporary folder that atomically replaces `path` when the block succeeds.
 
-    On Linux and macOS the two folders are exchanged. Where the system or file system lacks that call, the old folder is
-    moved to `.<name>.previous` first; after a kill before all is done, `restore_folder` moves it back.
-    Concurrent processes all succeed; the last one's folder remains.
+    On Linux and macOS one call exchanges the two folders. If the system or file system lacks that call, the old folder
+    is first moved to `.<name>.previous`. If the process is then killed too early, `restore_folder` moves it back.
+    Concurrent processes all succeed, and the folder of the last one remains.
 
     Raises:
         OSError: the folder cannot be written.
@@ -46,7 +46,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
                 _move(path, previous_of(path))
                 new.rename(path)
         if previous_of(path).is_dir() and not new.exists():
-            previous_of(path).rename(new)  # done; removed below
+            previous_of(path).rename(new)  # the new folder is in place; the old one is removed below
         try:
             _fsync(path.parent)
         except OSError as error:
@@ -60,14 +60,17 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def restore_folder(path: Path) -> None:
-    """Undo a `replacing_folder` that was killed before it was done: put the old folder back."""
+    """Put the old folder back if `replacing_folder` was killed before it was done."""
     if previous_of(path).is_dir():
         shutil.rmtree(path, ignore_errors=True)
         previous_of(path).rename(path)
 
 
 def _is_other_process(pid: str) -> bool:
-    """Whether another process with this PID is alive. (In a container, our own PID may be that of a killed save.)"""
+    """Return whether another process with this PID is alive.
+
+    In a container, this process may have the PID of one that was killed while saving.
+    """
     try:
         os.kill(int(pid), 0)
     except (ValueError, ProcessLookupError):
@@ -78,7 +81,7 @@ def _is_other_process(pid: str) -> bool:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Atomically exchange two paths (renameat2 of Linux, renamex_np of macOS); False where this is not supported."""
+    """Atomically exchange two paths (renameat2 on Linux, renamex_np on macOS). Return False if unsupported."""
     library, exchange = ctypes.CDLL(None, use_errno=True), 2  # RENAME_EXCHANGE, RENAME_SWAP
     if hasattr(library, "renameat2"):
         at_cwd = -100
@@ -88,14 +91,14 @@ def _exchange(a: Path, b: Path) -> bool:
     else:
         return False
     code = ctypes.get_errno()
-    # EXDEV: a folder of a lower layer of overlayfs, such as one of an image.
+    # EXDEV: the folder is in a lower layer of overlayfs, for example in a container image.
     if failed and code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):
         raise OSError(code, os.strerror(code), str(b))
     return not failed
 
 
 def _move(folder: Path, to: Path) -> None:
-    """Rename a folder; copy one that overlayfs cannot rename, since it lies in a lower layer. `to` is always whole."""
+    """Rename a folder. Copy it if it is in a lower layer of overlayfs, which cannot rename it. `to` is always whole."""
     shutil.rmtree(to, ignore_errors=True)
     try:
         folder.rename(to)

@@ -1,12 +1,13 @@
 """The model's forward for training on a CPU, with a hand-written backward for each half block.
 
-On a CPU, autograd spends most of a small model's step between the matrix products: on dozens of small operations,
-dtype conversions and saved intermediates. Here each half block is one autograd function with few passes over memory;
-norm gains are folded into the weights that follow, the residual addition is included, and norms, attention and SwiGLU
-are C++ (fused.cpp), or torch's operations where that was not compiled. It computes `GPT.forward` without a cache, for
-texts no longer than the attention window. Texts of different lengths need no padding: they lie one after another.
+On a CPU, autograd spends most of a small model's step outside the matrix products, on dozens of small operations, dtype
+conversions and saved intermediates. Here each half block is one autograd function with few passes over memory. It
+folds norm gains into the weights that follow and includes the residual addition. Norms, attention and SwiGLU are
+written in C++ (fused.cpp); torch's operations replace them if fused.cpp was not compiled. The module computes
+`GPT.forward` without a cache, for texts no longer than the attention window. Texts of different lengths need no
+padding, because they lie one after another.
 
-Knows nothing about optimizers or data.
+This module knows nothing about optimizers or data.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from training.messages import Refusal
 
 
 class FusedForward:
-    """idx (B, T) -> logits (B, T, V); differentiable through autograd. Each row is a text of its own.
+    """idx (B, T) -> logits (B, T, V), differentiable through autograd. Each row is a text of its own.
 
-    With `lengths`, the ids of all rows are texts of these lengths, one after another: each starts at position 0 and
-    attends to itself alone. No text is longer than block_size.
+    With `lengths`, the ids of all rows are texts of these lengths, one after another. Each text starts at position 0
+    and attends only to itself. No text is longer than block_size.
 
-    Products with weights, the head's excepted, take and give `dtype`; the residual stream, what is computed between
-    products, and the parameters and their gradients are float64 where that is, else float32. On a CPU that multiplies
-    pairs of bfloat16, attention's own products take such pairs.
+    Products with weights, except the head's, have inputs and outputs in `dtype`. The residual stream, the values
+    between products, the parameters and their gradients are float64 if `dtype` is, else float32. In bfloat16,
+    attention's own products also multiply pairs of bfloat16 if the CPU has such an instruction.
     """
 
     def __init__(self, model: GPT, dtype: torch.dtype):
         self.model, self.dtype = model, dtype
 
     def __call__(self, idx: Tensor, lengths: Tensor | None = None, stream: list[Tensor] | None = None) -> Tensor:
-        """stream: gets the embedding and what each half block adds it to, (B, T, C) each."""
+        """Return the logits. stream: receives the embedding and each half block's output, (B, T, C) each."""
         if lengths is None:
             lengths = torch.full((idx.size(0),), idx.size(1))
         with torch.autocast("cpu", enabled=False):  # dtypes are explicit here
@@ -74,7 +75,7 @@ class FusedForward:
 
 
 def _normalize(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (rows, C) divided by its root mean square, in `dtype`, and the reciprocal of the latter (rows, 1)."""
+    """Return x (rows, C) divided by its root mean square, in `dtype`, and that root's reciprocal (rows, 1)."""
     normed, scale = torch.empty_like(x, dtype=dtype), x.new_empty(len(x), 1)
     if not _call("rms_norm", dtype, tuple(x.size()), eps, x, scale, normed):
         scale = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.size(-1) + eps).rsqrt_()
@@ -83,7 +84,7 @@ def _normalize(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _normalize_backward(grad_normed: Tensor, x: Tensor, scale: Tensor, grad: Tensor) -> Tensor:
-    """`grad` plus the gradient of x, given that of the normed x."""
+    """Return `grad` plus the gradient of x, given the gradient of the normed x."""
     grad_x = torch.empty_like(x)
     if _call("rms_norm_backward", grad_normed.dtype, tuple(x.size()), x, scale, grad_normed, grad, grad_x):
         return grad_x
@@ -93,27 +94,28 @@ def _normalize_backward(grad_normed: Tensor, x: Tensor, scale: Tensor, grad: Ten
 
 
 def _fold_backward(grad: Tensor, weight: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gain (C,) and weight (rows, C), given `grad` of their product."""
+    """Return the gradients of gain (C,) and weight (rows, C), given the gradient `grad` of their product."""
     grad = grad.to(weight.dtype)
     return (grad * weight).sum(0), grad * gain
 
 
 def _dropout(y: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
-    """y after dropout, and the factors it was multiplied by; None for p = 0."""
+    """Return y after dropout, and the factors that multiplied it, None if p is 0."""
     if p == 0.0:
         return y, None
     factors = torch.empty_like(y).bernoulli_(1 - p).div_(1 - p)
     return y * factors, factors
 
 
-VERSION = 3  # of the functions of fused.cpp
+VERSION = 3  # version of the functions of fused.cpp
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """fused.cpp, compiled for this CPU; None: it was not, or the CPU is too old.
+    """Return the library of fused.cpp for this CPU, or None if it was not compiled or the CPU is too old.
 
-    Raises Refusal: the file is no such library, or one of another revision.
+    Raises:
+        Refusal: the file is not such a library, or has another version.
     """
     try:
         path = built(Path(__file__).with_name("_fused"))
@@ -126,11 +128,12 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _call(name: str, dtype: torch.dtype, sizes: tuple[int, ...], *arguments: Tensor | float) -> bool:
-    """Call a function of the library for products in `dtype`; sizes: its first argument, before the threads.
+    """Call a function of the library for products in `dtype`. Return whether the library has it.
 
-    Returns whether there is such a function.
+    sizes: the function's first argument, to which the number of threads is appended.
 
-    Raises MemoryError.
+    Raises:
+        MemoryError: the function reports a failure, which means that it could not allocate memory.
     """
     library, suffix = _library(), str(dtype).removeprefix("torch.")
     if library is None or suffix not in ("float32", "float64", "bfloat16"):
@@ -144,11 +147,11 @@ def _call(name: str, dtype: torch.dtype, sizes: tuple[int, ...], *arguments: Ten
 
 
 class _Heads:
-    """Attention between the product that gives queries, keys and values and the one that takes what was attended.
+    """Attention between the input product (queries, keys and values) and the output projection.
 
     starts (texts + 1,): the first row of each text, then the number of rows. heads (rows, nh + 2 nkv, hs): queries,
-    then keys, then values, in the products' dtype. gains (nh + nkv, hs): those of the norms of queries, times 1 / √hs,
-    and of keys. cos, sin (longest, hs): as of rope_angles.
+    then keys, then values, in the products' dtype. gains (nh + nkv, hs): the gains of the queries' norms, times
+    1 / √hs, then of the keys' norms. cos, sin (longest, hs): the result of rope_angles.
     """
 
     def __init__(self, starts: Tensor, heads: Tensor, gains: Tensor, cos: Tensor, sin: Tensor, nh: int, eps: float):
@@ -156,7 +159,7 @@ class _Heads:
         self.sizes = (len(starts) - 1, len(cos), nh, len(gains) - nh, heads.size(2))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Attended values (rows, nh, hs), and what the backward needs beside them."""
+        """Return the attended values (rows, nh, hs) and the log-sum-exp of the scores (rows, nh), for the backward."""
         _, heads, gains, *_ = self.inputs
         attended, lse = heads.new_empty(len(heads), self.nh, heads.size(2)), gains.new_empty(len(heads), self.nh)
         if not _call("attention", heads.dtype, self.sizes, self.eps, *self.inputs, attended, lse):
@@ -164,7 +167,7 @@ class _Heads:
         return attended, lse
 
     def backward(self, attended: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of heads and of gains, given that of the attended values."""
+        """Return the gradients of heads and of gains, given the gradient of the attended values."""
         _, heads, gains, *_ = self.inputs
         grad_heads, grad_gains = torch.empty_like(heads), gains.new_empty(self.sizes[0], *gains.size())
         given = (*self.inputs, attended, lse, grad.contiguous())
@@ -175,7 +178,10 @@ class _Heads:
             return torch.autograd.grad(self._by_torch(heads, gains), (heads, gains), grad)  # type: ignore[return-value]
 
     def _by_torch(self, heads: Tensor, gains: Tensor) -> Tensor:
-        """Texts in rows of their own, padded on the right, where a causal model sees no effect of it."""
+        """Return the attended values, computed by torch.
+
+        Each text has a row of its own, padded on the right, where padding does not affect causal attention.
+        """
         starts, _, _, cos, sin = self.inputs
         nqk, hs = gains.size()
         lengths = starts.diff().tolist()

@@ -1,6 +1,6 @@
-"""What a command is given: a checkpoint, the text it was trained on, other texts as ids, patterns.
+"""Read a command's inputs: a checkpoint, the text it was trained on, other texts as ids, and patterns.
 
-The words and the rules are those of the service (service/http/engine/encoding.py, service/http/engine/patterns.py).
+The terms and rules are those of the service (service/http/engine/encoding.py, service/http/engine/patterns.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from training.device import pick_device
 from training.messages import plural, unescaped
 from training.records import LINES, is_table
 
-MAX_STATES = {"--regex": 1000, "--stop-regex": 256}  # as of the service: a stop's may cost time at each character
+MAX_STATES = {"--regex": 1000, "--stop-regex": 256}  # the service's limits; a stop may cost time at each character
 
 
 def find_checkpoint(path: Path | str) -> Path:
-    """The checkpoint at `path`; of a run's folder its best, which a line says.
+    """Return the checkpoint at `path`. If `path` is a run's folder, return its best checkpoint and print a line.
 
     Raises:
-        ConfigError: a run's folder has no best yet.
+        ConfigError: the run's folder has a `last` but no `best` yet.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():
@@ -49,10 +49,11 @@ def find_checkpoint(path: Path | str) -> Path:
 
 
 def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
-    """Of --checkpoint, on --device with --threads.
+    """Return the checkpoint of --checkpoint and its model on --device. Set torch's threads to --threads.
 
     Raises:
-        ConfigError: gpt.py is not the one that trained it.
+        ConfigError: --threads is out of bounds, --device is not available, or gpt.py computes another model than the
+            one that was trained.
     """
     if not 0 <= args.threads <= 4096:
         raise ConfigError(f"--threads must be in [0, 4096], got {args.threads}")
@@ -69,10 +70,13 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
 
 
 def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
-    """The text a checkpoint was trained on, in its vocabulary, read from --data or from where the run read it.
+    """Return the text that a checkpoint was trained on, in its vocabulary.
+
+    The text is read from --data, or else from the path that the run read.
 
     Raises:
-        ConfigError: the checkpoint does not record its training text, or --data is a different one.
+        ConfigError: the checkpoint does not record its training text, the text is a different one, or an older version
+            shuffled its records in another order.
     """
     recipe, expected = (checkpoint.training.get(name, {}) for name in ("recipe", "data"))
     data = recipe.get("data") if args.data is None else args.data
@@ -98,9 +102,9 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
 class Splitting(NamedTuple):
     """How a checkpoint's training text was split into records."""
 
-    separator: str  # as of `prepare`; "": it was not
+    separator: str  # the argument `records` of `prepare`; "": the text was not split
     column: str | None
-    end: str  # the character that precedes each record and ends it; "": there are none
+    end: str  # the character that precedes each record and ends it; "": there are no records
 
 
 OF_TEXT, OF_LINES = Splitting("", None, ""), Splitting(LINES, None, "\n")
@@ -115,14 +119,14 @@ def splitting_of(checkpoint: Checkpoint) -> Splitting:
 
 
 class Encoder:
-    """Encodes texts, and counts the unknown characters that it replaced or dropped."""
+    """Encodes texts and counts the unknown characters that it replaced or dropped."""
 
     def __init__(self, tokenizer: CharTokenizer, policy: str = "refuse", replacement: str | None = None):
         replacement = tokenizer.replacement if replacement is None else replacement
         if len(replacement) != 1:
             raise ConfigError(f"--replacement-character must be a single character, got {replacement!r}")
         self.tokenizer, self.policy, self.replacement = tokenizer, policy, replacement
-        self.num_unknown = 0  # replaced or dropped
+        self.num_unknown = 0  # unknown characters replaced or dropped
 
     @classmethod
     def of(cls, args: argparse.Namespace, checkpoint: Checkpoint) -> Encoder:
@@ -130,11 +134,11 @@ class Encoder:
         return cls(checkpoint.tokenizer, args.unknown_characters, replacement and unescaped(replacement))
 
     def encode(self, text: str) -> np.ndarray:
-        """(T,) int64.
+        """Return the ids of a text, (T,) int64.
 
         Raises:
-            UnknownCharacterError: unknown characters are refused.
-            ConfigError: they are to be replaced by a character that is unknown too.
+            UnknownCharacterError: the text has unknown characters and the policy is to refuse them.
+            ConfigError: the replacement for unknown characters is not in the vocabulary.
         """
         unknown = [] if self.policy == "refuse" else [c for c in set(text) if c not in self.tokenizer]
         if unknown and self.policy == "replace" and self.replacement not in self.tokenizer:
@@ -144,28 +148,29 @@ class Encoder:
         return encode_array(self.tokenizer, text.translate(dict.fromkeys(map(ord, unknown), other)))
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """`encode`, and how many characters the model does not know; its unknown symbol in the text is one too."""
+        """Return the ids of a text and the number of its unknown characters, the model's unknown symbol included."""
         before = self.num_unknown
         ids = self.encode(text)
         own = 0 if self.tokenizer.unknown_id is None else text.count(UNKNOWN)
         return ids, self.num_unknown - before + own
 
     def report(self) -> None:
-        """A line on standard error about the unknown characters, if there were any."""
+        """Print a line about the unknown characters on standard error if there were any."""
         if self.num_unknown:
             done = "replaced" if self.policy == "replace" else "dropped"
             print(f"{plural(self.num_unknown, 'unknown character')} {done}", file=sys.stderr)
 
 
 def encode_files(files: Sequence[Path], encoder: Encoder, splitting: Splitting = OF_TEXT) -> np.ndarray:
-    """The ids of the concatenated files: (characters,) in `id_dtype`; of records, as a split of `prepare`.
+    """Return the ids of the concatenated files, (characters,) in `id_dtype`. Records have the form of a split.
 
-    Of a column, tables give its cells, and other files are split by the separator.
+    With a column, its cells are read if all files are tables. Otherwise the files are split at the separator.
 
     Raises:
-        DataError: a file is not UTF-8, or all together have fewer than two characters, or as `prepare`.
-        UnknownCharacterError: a character is not in the vocabulary, and refused; gives its offset in the concatenated
-            text.
+        DataError: a file is not UTF-8, the files together have fewer than two characters or no records, or
+            `source_text` or `split_text` raises it.
+        UnknownCharacterError: a character is not in the vocabulary and is refused. The error has its offset in the
+            concatenated text.
     """
     tokenizer = encoder.tokenizer
     pieces, start = [np.empty(0, id_dtype(tokenizer.vocab_size))], 0
@@ -183,7 +188,7 @@ def encode_files(files: Sequence[Path], encoder: Encoder, splitting: Splitting =
     if end:
         edge = np.array(tokenizer.encode(end), ids.dtype)
         ids = np.concatenate((edge, ids, edge))
-        ids = ids[np.concatenate(([True], (ids[1:] != edge) | (ids[:-1] != edge)))]  # empty ones are no records
+        ids = ids[np.concatenate(([True], (ids[1:] != edge) | (ids[:-1] != edge)))]  # leaves out empty records
         if len(ids) < 2:
             raise DataError(f"{files[0]} has no records")
     return ids
@@ -192,10 +197,11 @@ def encode_files(files: Sequence[Path], encoder: Encoder, splitting: Splitting =
 def compile_pattern(
     flag: str, pattern: str, tokenizer: CharTokenizer, allowed: frozenset[str] | None = None
 ) -> Automaton:
-    """allowed: the characters that it may match; None: all.
+    """Compile the pattern of a flag. allowed: the characters that the pattern may match; None: all.
 
     Raises:
-        ConfigError: the pattern is invalid, too large, or nothing can match it.
+        ConfigError: the pattern is invalid or too large, nothing can match it, or that of --stop-regex matches the
+            empty text.
     """
     try:
         automaton = compile_regex(pattern, tokenizer.characters, allowed=allowed, max_states=MAX_STATES[flag])

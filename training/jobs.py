@@ -1,6 +1,7 @@
-"""`train`, from its flags to the loop: starts and resumes runs.
+"""The command `train`, from its flags to the loop: start a run or resume one.
 
-The main process decides what is run, and tells the others; each then builds the run and trains.
+The main process decides the settings of the run and sends them to the other processes. Each process then builds the run
+and trains.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
     data = given.pop("data", None)
     if args.preset:
         wanted = TrainConfig.from_preset(args.preset, **given).as_dict()
-        # The shape is that of init_from, which may be gone by now; and the text may have been too small for the preset.
+        # The shape comes from init_from, which may be gone by now. The text may also have been too small for the
+        # preset.
         fixed = {*SHAPE, "records", "window_stages"} if "init_from" in given else set()
         left_out = {"data", "minutes", *((fixed | SETTINGS) - given.keys())}
         given = {name: value for name, value in wanted.items() if name not in left_out}
@@ -82,7 +84,7 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def refuse_both(given: dict[str, Any], preset: str | None) -> None:
-    """Raises ConfigError: --minutes is given, and what it decides too."""
+    """Raise ConfigError if a flag is given that --minutes excludes."""
     others = {"preset": preset, "steps": given.get("steps")}
     for name, value in others.items():
         if value is not None:
@@ -104,7 +106,7 @@ def start(
 ) -> None:
     """Train a new run in `out` to its end.
 
-    adaptable: the settings that the text may change. preset: the config before the user's settings.
+    adaptable: names of the settings that may be adapted to the text. preset: the config before the user's settings.
 
     Raises:
         ResumeError: `out` is not empty and `overwrite` is false.
@@ -130,7 +132,10 @@ def _new_run(
     preset: TrainConfig | None,
     world: World,
 ) -> tuple[TrainConfig, dict[str, Any]]:
-    """The settings for this text and this machine: all that is refused, is refused before an earlier run is removed."""
+    """Return the run's settings and the values that replace "auto" on this machine.
+
+    Every check is made before an earlier run is removed.
+    """
     existing = sorted(path.name for path in out.iterdir())
     if existing and not overwrite:
         found, is_run = f"{out} already contains {', '.join(existing[:5])}", "last" in existing
@@ -157,7 +162,7 @@ def _new_run(
     longest = min((Checkpoint.read(path).config.block_size for path in config.teachers), default=None)
     parts = world.size * config.accumulate
     if config.minutes:
-        refuse_other_weights(config.model_config(tokenizer.vocab_size))  # before anything is measured
+        refuse_other_weights(config.model_config(tokenizer.vocab_size))  # before the plan measures speeds
         recoded = recode(corpus, tokenizer)
         plan = Plan(config, recoded, adaptable, parts, lambda each: measured_speed(each, recoded, world, origin))
         config = plan.config
@@ -167,8 +172,8 @@ def _new_run(
         config, changes = fitted(config, corpus, adaptable, parts, longest, preset)
         if changes:
             say(console, explanation(corpus, changes))
-    refuse_other_weights(config.model_config(tokenizer.vocab_size))  # and an impossible shape
-    sampler_of(corpus, config.block_size, config.seed)  # refuses a text that is too short for it
+    refuse_other_weights(config.model_config(tokenizer.vocab_size))  # this refuses an impossible shape too
+    sampler_of(corpus, config.block_size, config.seed)  # refuses a text that is too short for block_size
     resolved = resolve_auto(config, world.size)
     if config.teachers:
         Teachers(replace(config, **resolved), tokenizer)
@@ -180,7 +185,11 @@ def _new_run(
 
 
 def _corpus_of(config: TrainConfig) -> Corpus:
-    """Without --min-count where a run starts from a checkpoint: `load_origin` then says which characters are rare."""
+    """Return the corpus of the config's text.
+
+    --min-count is not applied if the run starts from a checkpoint, because `load_origin` then decides which characters
+    are rare.
+    """
     min_count = 1 if config.init_from else config.min_count
     return prepare(
         config.data,
@@ -195,8 +204,9 @@ def _corpus_of(config: TrainConfig) -> Corpus:
 def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
     """Continue the run in `out` to its end.
 
-    Settings in `given` must equal the saved ones, except for CHANGEABLE ones; with more steps a finished run goes on,
-    and with more patience one that stopped early. `data`: the new path of the text, if it has moved.
+    Settings in `given` must equal the saved ones, except those in CHANGEABLE. A finished run goes on if it is given
+    more steps, and a run that stopped early if it is given more patience. `data`: the new paths of the text if it has
+    moved.
 
     Raises:
         ResumeError: there is no saved run, or the settings, the machine or the text differ.
@@ -216,7 +226,7 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
 def _continued(
     out: Path, given: dict[str, Any], console: Console, data: tuple[str, ...] | None, world: World
 ) -> TrainConfig | None:
-    """The settings to go on with; None: the run is finished."""
+    """Return the settings with which the run goes on, or None if it is finished."""
     if not (out / "last").is_dir():
         raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
     saved = Saved.read(out / "last")
@@ -260,7 +270,7 @@ def _continued(
 
 @contextlib.contextmanager
 def created(folder: Path) -> Iterator[None]:
-    """The folder exists within; afterwards it and those above it are gone again if they were new and are empty."""
+    """Create the folder for the block. Afterwards remove it and the folders above it if they are new and empty."""
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         try:
@@ -276,15 +286,15 @@ def created(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined(out: Path) -> Iterator[World]:
-    """This process, or those that torchrun started, with the folder of the run to themselves."""
+    """Yield the world of this process or of the processes that torchrun started, and lock the run's folder for it."""
     with World.join() as world, exclusive(out) if world.is_main else contextlib.nullcontext():
         if world.is_main:
-            for name in ("last", "best"):  # of a killed run; the lock is ours
+            for name in ("last", "best"):  # a killed run may have left them aside; this process holds the lock
                 restore_folder(out / name)
             for partial in out.glob(".*.saving-*"):
                 shutil.rmtree(partial)
         keep_freed_memory()
-        # What ends the run ends it in all processes at the same step, and the main one reports it.
+        # These errors end the run in all processes at the same step, and the main process reports them.
         reported = () if world.is_main else (InterruptedRun, DivergedError, ResumeError, ConfigError)
         with contextlib.suppress(*reported):
             yield world

@@ -1,8 +1,8 @@
-"""The lecture, runnable: from a table of bigrams to attention, step by step on a real text.
+"""The lecture as a program: from a table of bigrams to attention, step by step on a real text.
 
-The steps of Karpathy's "Let's build GPT: from scratch, in code, spelled out" (2023). Each is a function of about ten
-lines that returns its numbers, on the service's own modules where they exist; `give` prints them. LECTURE.md explains
-what is seen. Nothing of the service or of `train` depends on this module.
+It follows the steps of Karpathy's "Let's build GPT: from scratch, in code, spelled out" (2023). Each step is a function
+of about ten lines that returns its numbers. It uses the service's own modules if they exist. `give` prints the numbers,
+and LECTURE.md explains them. Neither the service nor `train` depends on this module.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def command(args: argparse.Namespace) -> None:
 
 
 def there_and_back(corpus: Corpus) -> tuple[list[int], str]:
-    """A text as ids, and these as a text again."""
+    """Encode a text, and decode its ids again. Return the ids and the decoded text."""
     tokenizer, text = corpus.tokenizer, GREETING
     if not all(character in tokenizer for character in text):
         text = tokenizer.decode(corpus.train[: len(text)].tolist())
@@ -55,7 +55,7 @@ def there_and_back(corpus: Corpus) -> tuple[list[int], str]:
 
 
 def examples(corpus: Corpus, seed: int) -> tuple[Tensor, list[tuple[str, str]]]:
-    """A batch (B, T), and the T examples that its first window holds: a context, and the character that follows it."""
+    """Return a batch (B, T) and the T examples in its first window, each a context and the character that follows."""
     idx, targets = WindowSampler(corpus.train, T, seed).next_batch(B)
     decode = corpus.tokenizer.decode
     return torch.from_numpy(idx), [(decode(idx[0, : t + 1].tolist()), decode([int(targets[0, t])])) for t in range(T)]
@@ -65,7 +65,7 @@ def examples(corpus: Corpus, seed: int) -> tuple[Tensor, list[tuple[str, str]]]:
 
 
 class Bigram(nn.Module):
-    """The next character from the last one alone: idx (B, T) -> logits (B, T, V), rows of a table."""
+    """Predicts the next character from the last one alone: idx (B, T) -> logits (B, T, V), rows of a table."""
 
     def __init__(self, vocab_size: int):
         super().__init__()
@@ -76,7 +76,7 @@ class Bigram(nn.Module):
 
 
 def train(model: nn.Module, corpus: Corpus, steps: int, seed: int) -> list[float]:
-    """AdamW on batches of B windows of T characters; returns the loss of each step, in nats per character."""
+    """Train with AdamW on batches of B windows of T characters. Return each step's loss, in nats per character."""
     sampler, optimizer = WindowSampler(corpus.train, T, seed), torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(steps):
@@ -91,7 +91,7 @@ def train(model: nn.Module, corpus: Corpus, steps: int, seed: int) -> list[float
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, corpus: Corpus) -> float:
-    """Of the validation split, in windows of T."""
+    """Return the mean loss over the validation split, in windows of T characters."""
     ids = torch.from_numpy(corpus.val.astype("int64"))
     n = (len(ids) - 1) // T * T
     return F.cross_entropy(model(ids[:n].view(-1, T)).flatten(0, 1), ids[1 : n + 1]).item()
@@ -99,7 +99,10 @@ def validation_loss(model: nn.Module, corpus: Corpus) -> float:
 
 @torch.no_grad()
 def generate(model: nn.Module, idx: Tensor, count: int, seed: int) -> Tensor:
-    """Logits of the last position, softmax, draw a character, append it, again: idx (B, T) -> (B, T + count)."""
+    """Append `count` characters, one by one: idx (B, T) -> (B, T + count).
+
+    Each is drawn from the softmax of the logits at the last position.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         logits = model(idx[:, -T:])[:, -1]  # (B, V)
@@ -112,7 +115,7 @@ def generate(model: nn.Module, idx: Tensor, count: int, seed: int) -> Tensor:
 
 
 def averages(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of each vector and all before it, in three ways; x (T, C) -> (T, C) each."""
+    """Return the mean of each vector and all vectors before it, computed in three ways: x (T, C) -> (T, C) each."""
     by_loops = torch.stack([torch.stack([x[j] for j in range(i + 1)]).mean(dim=0) for i in range(len(x))])
     triangle = torch.ones(len(x), len(x), dtype=x.dtype).tril()
     by_matrix = triangle / triangle.sum(dim=1, keepdim=True) @ x
@@ -125,9 +128,9 @@ def averages(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Head(nn.Module):
-    """One head of self-attention: averaging whose weights come from the data.
+    """One head of self-attention: an average whose weights come from the data.
 
-    Each character emits what it looks for (query), what it holds (key), and what it passes on (value).
+    Each character emits what it looks for (query), what it holds (key) and what it passes on (value).
     """
 
     def __init__(self, channels: int, head_dim: int, is_causal: bool = True):
@@ -136,7 +139,7 @@ class Head(nn.Module):
         self.is_causal = is_causal
 
     def weights(self, x: Tensor) -> Tensor:
-        """x (B, T, C) -> (B, T, T): of each character, how much it takes from each."""
+        """Return the weight of each character (last axis) in each character's average: x (B, T, C) -> (B, T, T)."""
         q, k = self.query(x), self.key(x)
         scores = q @ k.mT / math.sqrt(q.size(-1))
         if self.is_causal:  # nothing from the future
@@ -148,7 +151,10 @@ class Head(nn.Module):
 
 
 class OneHead(nn.Module):
-    """The smallest model that looks back: idx (B, T) -> logits (B, T, V). Attention alone would not know the order."""
+    """The smallest model that looks back: idx (B, T) -> logits (B, T, V).
+
+    It adds embeddings of the positions, because attention alone does not depend on the order.
+    """
 
     def __init__(self, vocab_size: int):
         super().__init__()
@@ -164,14 +170,17 @@ class OneHead(nn.Module):
 
 @torch.no_grad()
 def difference_to_the_service(head: Head, x: Tensor) -> float:
-    """Between a head and the fused kernel that the service trains with; x (B, T, C)."""
+    """Return the largest difference between a head and `attend`, the attention of the served model. x (B, T, C)."""
     q, k, v = (layer(x)[:, None] for layer in (head.query, head.key, head.value))  # (B, 1, T, hs)
     return (head(x) - attend(q, k, v, is_causal=True)[:, 0]).abs().max().item()
 
 
 @torch.no_grad()
 def heads_at_once(x: Tensor, num_heads: int) -> float:
-    """Heads share a matrix product and see C / num_heads channels each: the difference to one after the other."""
+    """Return the largest difference between heads computed together and one after another.
+
+    Each head sees C / num_heads channels.
+    """
     parts = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, nh, T, hs)
     together = attend(parts, parts, parts, is_causal=True)
     alone = [attend(part[:, None], part[:, None], part[:, None], is_causal=True) for part in parts.unbind(1)]
@@ -179,15 +188,15 @@ def heads_at_once(x: Tensor, num_heads: int) -> float:
 
 
 class Scale(NamedTuple):
-    variance: float  # of q · k
-    scaled: float  # of q · k / √head_dim
+    variance: float  # variance of q · k
+    scaled: float  # variance of q · k / √head_dim
     sharpest: float  # mean of the largest of T weights without the scale
-    softer: float  # and with it
-    sum_if_late: float  # of a row's weights, if the scale comes after the softmax
+    softer: float  # mean of the largest of T weights with the scale
+    sum_if_late: float  # sum of a row's weights if the scale comes after the softmax
 
 
 def scale(head_dim: int, seed: int) -> Scale:
-    """Why q · k is divided by √head_dim, and where; q and k have unit variance."""
+    """Measure why q · k is divided by √head_dim, and why before the softmax. q and k have unit variance."""
     q, *k = torch.randn(1 + T, 4096, head_dim, generator=torch.Generator().manual_seed(seed))
     scores = torch.stack([(q * key).sum(dim=1) for key in k], dim=1)  # (4096, T): T keys for each query
     root = math.sqrt(head_dim)
@@ -199,18 +208,21 @@ def scale(head_dim: int, seed: int) -> Scale:
 
 @torch.no_grad()
 def seen_from(model: Callable[[Tensor], Tensor], x: Tensor, changed: Tensor) -> list[float]:
-    """How much each position's output changes with what differs between x and `changed`, both (1, T, …)."""
+    """Return how much each position's output differs between the inputs x and `changed`, (1, T, …) each."""
     return (model(x) - model(changed)).abs().amax(dim=-1)[0].tolist()
 
 
 @torch.no_grad()
 def difference_beside_others(model: GPT, idx: Tensor) -> float:
-    """Of a row's logits in a batch idx (B, T) and alone: rows never talk to each other."""
+    """Return the largest difference between the first row's logits in a batch idx (B, T) and alone.
+
+    It is rounding, because rows do not exchange anything.
+    """
     return (model(idx)[:1] - model(idx[:1])).abs().max().item()
 
 
 def score_bytes(rows: int, heads: int, length: int) -> int:
-    """Memory of the attention weights of a layer in float32, if all are written down."""
+    """Return the bytes of a layer's attention weights in float32, if all are stored."""
     return 4 * rows * heads * length * length
 
 
@@ -218,7 +230,7 @@ def score_bytes(rows: int, heads: int, length: int) -> int:
 
 
 def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, seed: int) -> None:
-    """Print all steps, and draw the picture. Takes under a minute on a CPU."""
+    """Print all steps and draw the picture, in under a minute on a CPU."""
     started = time.monotonic()
     torch.manual_seed(seed)
     V, tokenizer = corpus.tokenizer.vocab_size, corpus.tokenizer
@@ -295,7 +307,7 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, s
     print(f"{full.config.num_parameters:,} parameters" + (f": {loss:.2f}" if loss else ""), end=" ")
     print(f"(trained on {about.get('name', 'another text')})")
     if about.get("sha256") != corpus.sha256:
-        loss = None  # of another text, and nothing to compare with
+        loss = None  # the loss on another text cannot be compared
     begins = checkpoint.record_end_character or "\n"
     prompt = checkpoint.tokenizer.encode(begins) if begins in checkpoint.tokenizer else [0]
     params = SamplingParams(seed=seed, logit_bias=checkpoint.tokenizer.sampling_bias)
@@ -318,7 +330,7 @@ def indented(text: str) -> str:
 def draw(
     picture: Path, corpus: Corpus, trained: dict[str, list[float]], one_head: OneHead, served: float | None, seed: int
 ) -> None:
-    """Losses, the two softmaxes, the weights of a mean, and those of a trained head."""
+    """Draw the losses, the two softmaxes, the weights of a mean and the weights of a trained head."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     figure = Figure(figsize=(11, 8), layout="constrained")

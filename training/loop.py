@@ -1,7 +1,7 @@
-"""The training loop: `Run.train` goes from step to step, `Run.step` takes one, `Run.loss` is what it minimizes.
+"""The training loop. `Run.train` takes all steps of a run, `Run.step` takes one, and `Run.loss` is the loss it lowers.
 
-A run that is killed at any moment and resumed on the same CPU ends with the same bytes as an uninterrupted one. A GPU
-continues from the same state, but some of torch's sums there have no fixed order.
+A run that is killed at any moment and resumed on the same CPU ends with the same bytes as an uninterrupted run. A run
+on a GPU continues from the same state, but some of torch's sums have no fixed order there.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from training.run import ESTIMATE_STEPS, RunState, catch_signals
 from training.sample import beginning_of_record, sample_texts
 from training.speed import matmul_peak
 
-SAMPLED_RECORDS = 5  # shown at each evaluation
+SAMPLED_RECORDS = 5  # records sampled at each evaluation
 
 
 class Run(RunState):
-    """One run, and the steps that it takes."""
+    """One run and its training steps."""
 
     def train(self, console: Console) -> None:
         """Train from the current step to the end.
 
         Raises:
-            DivergedError: the loss or the gradient is not finite; the last save is from before.
-            StorageError: the folder cannot be written; the last save is intact.
-            InterruptedRun: SIGINT or SIGTERM was received; the run has been saved.
+            DivergedError: the loss, the gradient or a weight is not finite. OUT/last holds an earlier step.
+            StorageError: the folder cannot be written. The last save is intact.
+            InterruptedRun: SIGINT or SIGTERM was received. The run has been saved.
         """
         config, progress = self.config, self.progress
         console = console if self.world.is_main else Console(quiet=True)
@@ -88,7 +88,7 @@ class Run(RunState):
         started, cpu_started = time.monotonic(), time.process_time()
         config, progress = self.config, self.progress
         self.gradients.all.zero_()
-        if config.dropout:  # of seed, step and process alone, so that a resumed run goes on with the same
+        if config.dropout:  # seed, step and process alone decide the masks, so a resumed run draws the same ones
             torch.manual_seed(zlib.crc32(f"{config.seed} {progress.step} {self.world.rank}".encode()))
         parts, count = self.next_parts()
         groups, each = (two_halves(parts), self.halves.map) if self.halves else ([[part] for part in parts], map)
@@ -105,7 +105,7 @@ class Run(RunState):
         return value
 
     def next_parts(self) -> tuple[list[Part], int]:
-        """This process's part of the next batch, in micro-batches, and the number of targets of the whole batch."""
+        """Return this process's micro-batches of the next batch, and the number of targets in the whole batch."""
         config, world = self.config, self.world
         if self.table is None:
             inputs, targets = self.sampler.next_batch(self.rows)
@@ -123,7 +123,7 @@ class Run(RunState):
         return list(micro_batches(inputs[own], targets[own], config.tokens_per_step // (world.size * number))), count
 
     def learn(self, parts: list[Part], count: int) -> Tensor:
-        """Add the gradients of the parts' loss, per target of `count`, and return that loss."""
+        """Add the gradients of the parts' loss, summed and divided by `count` targets, and return that loss."""
         total = torch.zeros((), device=self.device)
         for inputs, targets, *lengths in parts:
             expected = None
@@ -136,9 +136,10 @@ class Run(RunState):
         return total.detach()
 
     def loss(self, idx: Tensor, targets: Tensor, expected: Tensor | None = None, *lengths: Tensor) -> Tensor:
-        """Summed loss of idx (B, T) against targets (B, T), which may be IGNORED, or against the teachers there.
+        """Return the summed loss of idx (B, T) against targets (B, T), or against the teachers if the run has any.
 
-        expected: what these predict, (B, T, V), if it is known. lengths: as of FusedForward, which takes packed rows.
+        Positions whose target is IGNORED do not count. expected: the teachers' probabilities (B, T, V), if they are in
+        the table. lengths: the lengths of packed rows, an argument of FusedForward.
         """
         with autocast(self.config):
             logits = self.forward(idx, *lengths)  # (B, T, V)
@@ -151,8 +152,8 @@ class Run(RunState):
     def reduce(self) -> tuple[float, float, float]:
         """Sum gradients, losses and CPU seconds over the processes, and clip the gradients.
 
-        Signals and due saves are shared in the same call, so that all processes act on them at the same step.
-        Returns the loss, the gradients' norm, and the CPU seconds of the step before.
+        The same call shares signals and due saves, so that all processes act on them at the same step. Returns the
+        loss, the gradients' norm before clipping, and the CPU seconds of the previous step.
         """
         flat, config = self.gradients, self.config
         save_is_due = time.monotonic() - self.saved_at > config.save_seconds
@@ -201,7 +202,7 @@ class Run(RunState):
         return record
 
     def validation_loss(self, model: GPT) -> float:
-        """Mean loss over the validation split, or its first eval_chars; the processes share the work."""
+        """Return the mean loss over the validation split, or its first eval_chars. The processes share the work."""
         ids, world = self.corpus.val, self.world
         starts, lengths = self.val_pieces
         count = len(lengths)

@@ -1,7 +1,7 @@
-"""Losses of pieces of texts by the native engine of the service, which scores several texts at a time.
+"""Compute losses of pieces of texts with the service's native engine, which scores several texts at a time.
 
-Each of its threads takes texts of its own, so none waits for another within a text. It computes in float32 throughout,
-as GPT.forward does; `evaluate.piece_sums` is the reference.
+Each thread of the engine takes texts of its own, so no thread waits for another within a text. The engine computes in
+float32 throughout, as GPT.forward does. `evaluate.piece_sums` is the reference.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from training.selfcheck import computes
 
-SLOTS = 32  # texts that run together, if their keys and values fit into CACHE_BYTES
+SLOTS = 32  # texts scored at a time, if their keys and values fit in CACHE_BYTES
 CACHE_BYTES = 1 << 28
 CHUNK = 1024  # characters of a text in one call
-WARM_UP_SHARE = 1 / 8  # of a part of a long text, at most
+WARM_UP_SHARE = 1 / 8  # largest share of warm-up, compared with the targets of a part of a long text
 
 
 @dataclass
 class _Part:
-    """Targets of one piece: those of ids[start : start + length], without the first `skip`."""
+    """Targets of one piece: the characters that follow ids[start : start + length], without the first `skip`."""
 
     piece: int
     start: int
@@ -41,7 +41,7 @@ class NativeScorer:
 
     @classmethod
     def of(cls, model: GPT) -> NativeScorer | None:
-        """None: the engine cannot run here, or gpt.py computes another model."""
+        """Return a scorer for the model, or None if the engine cannot run here or gpt.py computes another model."""
         weight, config = model.head.weight, model.config
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or native.why_not() is not None:
             return None
@@ -60,7 +60,7 @@ class NativeScorer:
         advance: Callable[[int], object] = int,
         skips: np.ndarray | None = None,
     ) -> np.ndarray:
-        """As `evaluate.piece_sums`."""
+        """Return what `evaluate.piece_sums` returns: the summed loss of each piece's targets, (pieces,) float64."""
         assert all(((starts + lengths) < len(ids)) | (lengths == 0)), "the engine is given pointers"
         sums = np.zeros(len(lengths))
         skips = np.zeros(len(lengths), np.int64) if skips is None else skips
@@ -89,7 +89,10 @@ class NativeScorer:
         return sums
 
     def _parts(self, piece: int, start: int, length: int, skip: int) -> list[_Part]:
-        """A long piece in a part for each thread. What a part's first target depends on precedes it in the part."""
+        """Divide a long piece into at most one part for each thread.
+
+        A part begins with the characters on which its first target depends.
+        """
         warm_up = self.runner.config.receptive_field - 1
         most = int((length - skip) * WARM_UP_SHARE / max(1, warm_up))
         bounds = np.linspace(skip, length, max(1, min(self.threads, most)) + 1).astype(int).tolist()
@@ -103,7 +106,7 @@ class NativeScorer:
 def _next_piece(ids: np.ndarray, slot: int, part: _Part) -> Piece:
     first = part.start + part.done
     count = min(CHUNK, part.length - part.done)
-    skip = part.skip - part.done  # targets of these that are context alone
+    skip = part.skip - part.done  # number of these targets that serve only as context
     inputs, targets = (ids[first + ahead : first + ahead + count].astype(np.int32) for ahead in (0, 1))
     if skip >= count:
         return Piece(slot, inputs)

@@ -1,8 +1,8 @@
 """Muon for the hidden matrices, AdamW for embedding, head and norms, and their schedules.
 
-Muon (Jordan et al. 2024) replaces each matrix's momentum by the nearest semi-orthogonal matrix. Query, key and value,
-packed in one parameter, are orthogonalized separately, gate and up as one matrix, each in one batch with all others of
-its shape.
+Muon (Jordan et al. 2024) replaces each matrix's momentum by the nearest semi-orthogonal matrix. Query, key and value
+are packed in one parameter and orthogonalized separately. Gate and up are orthogonalized as one matrix. All matrices of
+one shape form a batch.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ MARGIN = 1.02
 def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Approximate U·Vᵀ of each of `matrices` (n, rows, cols) = U·S·Vᵀ by five Newton-Schulz iterations in `dtype`.
 
-    Singular values of at least a thousandth of the matrix's norm come out near 1, smaller ones between 0 and 1. Where
-    one side is at least twice the other, in float32, iterations work on the Gram matrix of the smaller side, and only
-    their product meets the matrix: a sixth less work where it is twice, half where it is five times.
+    Singular values of at least a thousandth of the matrix's norm come out near 1, smaller ones between 0 and 1. The
+    iterations work on the Gram matrix of the smaller side alone if the other side is at least twice as long and `dtype`
+    is float32. Their product is then multiplied by the matrix once. This saves a sixth of the work if the side is twice
+    as long, and half if it is five times as long.
     """
     tall = matrices.size(1) > matrices.size(2)
     x = matrices.mT if tall else matrices  # the Gram matrix of the smaller side is cheaper
     x = (x / (x.norm(dim=(1, 2), keepdim=True) * MARGIN + 1e-7)).to(dtype)
-    is_wide = x.size(2) >= 2 * x.size(1) and dtype == torch.float32  # of bfloat16, errors would add up
+    is_wide = x.size(2) >= 2 * x.size(1) and dtype == torch.float32  # rounding errors of bfloat16 would add up
     gram, product = x @ x.mT, None
     for number, (a, b, c) in enumerate(POLAR_EXPRESS, 1):
         polynomial = torch.baddbmm(gram, gram, gram, beta=b / MARGIN**3, alpha=c / MARGIN**5)
@@ -56,7 +57,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def hidden_matrices(model: GPT) -> list[tuple[Tensor, list[int]]]:
-    """The weight matrices of the blocks, each with the row counts of the matrices packed in it."""
+    """Return the weight matrices of the blocks, each with the row counts of the matrices packed in it."""
     found: list[tuple[Tensor, list[int]]] = []
     for module in model.modules():
         if isinstance(module, CausalSelfAttention):
@@ -72,7 +73,7 @@ def hidden_matrices(model: GPT) -> list[tuple[Tensor, list[int]]]:
 class Muon:
     """Orthogonalized Nesterov momentum and decoupled weight decay.
 
-    Updates are scaled by √max(1, rows / cols), so that they change a matrix's output equally whatever its shape.
+    Updates are scaled by √max(1, rows / cols), so that they change the outputs of matrices of all shapes equally.
     """
 
     def __init__(self, matrices: Iterable[tuple[Tensor, list[int]]], dtype: torch.dtype = torch.float32):
@@ -87,7 +88,7 @@ class Muon:
         self._momentum = {shape: parts[0][0].new_zeros(len(parts), *shape) for shape, parts in self._parts.items()}
 
     def step(self, lr: float, momentum: float, weight_decay: float, each: Callable[..., Iterable[None]] = map) -> None:
-        """each: calls a function with every shape, maybe several at once."""
+        """Update all matrices. each: calls a function for every shape, possibly for several at once."""
 
         @torch.no_grad()
         def update(shape: tuple[int, int]) -> None:
@@ -103,7 +104,7 @@ class Muon:
             pass
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name; copying into these tensors restores it."""
+        """Return the state by name. Copying into these tensors restores it."""
         return {f"muon.{rows}x{cols}.momentum": momentum for (rows, cols), momentum in self._momentum.items()}
 
 
@@ -115,7 +116,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 class FlatGradients:
     """All gradients of a model in one tensor; each parameter's `grad` is a view of it.
 
-    `extra` more numbers follow them, reduced over the processes in the same call.
+    `extra` more numbers follow the gradients. The same call reduces both over the processes.
     """
 
     def __init__(self, model: GPT, extra: int):
@@ -126,7 +127,7 @@ class FlatGradients:
             parameter.grad = part.view_as(parameter)
 
     def clip_(self, max_norm: float) -> Tensor:
-        """Clip the gradients to the norm `max_norm`, 0: no clipping. Returns the norm before."""
+        """Clip the gradients to the norm `max_norm`; 0: no clipping. Return the norm before clipping."""
         gradients = self.all[: len(self.all) - len(self.extra)]
         norm = gradients.norm()
         if max_norm:
@@ -135,7 +136,10 @@ class FlatGradients:
 
 
 class Optimizers:
-    """Muon and AdamW for all parameters of a model, with learning rates on one schedule; `each` as of Muon.step."""
+    """Muon and AdamW for all parameters of a model, with learning rates on one schedule.
+
+    each: the argument of Muon.step.
+    """
 
     def __init__(self, model: GPT, config: TrainConfig, each: Callable[..., Iterable[None]] = map):
         self.config, self.each = config, each
@@ -180,7 +184,7 @@ class Optimizers:
         self.muon.step(self.config.muon_lr * scale, momentum, weight_decay, self.each)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name; copying into these tensors restores it."""
+        """Return the state by name. Copying into these tensors restores it."""
         state = self.muon.tensors()
         for name, tensors in self._adamw.items():
             state |= {f"adamw.{name}.{key}": tensor for key, tensor in tensors.items()}
@@ -188,7 +192,10 @@ class Optimizers:
 
 
 def lr_scale(step: int, config: TrainConfig) -> float:
-    """Fraction of the peak learning rate: linear warmup, then linear decay that reaches 0 after the last step."""
+    """Return the learning rate as a fraction of its peak.
+
+    It warms up linearly, then decays linearly and reaches 0 after the last step.
+    """
     warmup = min(config.warmup_steps, config.steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -196,11 +203,14 @@ def lr_scale(step: int, config: TrainConfig) -> float:
 
 
 def momentum_at(step: int, config: TrainConfig) -> float:
-    """Muon's momentum, which rises from 0.85: short runs need less than long ones."""
+    """Return Muon's momentum, which rises from 0.85, because short runs need less momentum than long ones."""
     low, high = min(0.85, config.muon_momentum), config.muon_momentum
     return low + (high - low) * min(1.0, (step + 1) / max(1, config.momentum_steps))
 
 
 def weight_decay_at(epochs: float, config: TrainConfig) -> float:
-    """Weight decay, which rises with the epochs seen, to its full value after three: what repeats can be memorized."""
+    """Return the weight decay, which rises linearly and reaches its full value after three epochs.
+
+    A model can memorize only text that repeats.
+    """
     return config.weight_decay * min(1.0, epochs / 3)

@@ -1,7 +1,7 @@
-"""What `--minutes` decides: the size, the steps and the regularization of a run that may take so long.
+"""Plan a run of `--minutes`: choose the model's size, the number of steps and the regularization.
 
-It measures how many characters/s each size of LADDER trains on this machine. It takes the largest size that sees
-ENOUGH characters in the time and that the text is long enough for. RECIPE.md has the runs behind the numbers.
+The plan measures how many characters/s the sizes of LADDER train on this machine. It takes the largest size that trains
+on ENOUGH characters in the time and that the text is long enough for. RECIPE.md has the runs behind the numbers.
 """
 
 from __future__ import annotations
@@ -33,24 +33,26 @@ LADDER: tuple[dict[str, Any], ...] = (
     {"n_layer": 8, "n_head": 12, "n_kv_head": 6, "n_embd": 384},
     {"n_layer": 12, "n_head": 16, "n_kv_head": 8, "n_embd": 512},
 )
-# Characters per parameter from which on 6 layers of 128 were better than 4, and larger sizes than smaller ones.
+# Characters trained on per parameter. 6 layers of width 128 were better than 4 from the first number on, and each
+# larger size was better than the next smaller one from the second on.
 ENOUGH_FOR_DEPTH, ENOUGH = 0.5, 3.0
-MOST_PARAMETERS = 7  # per character of the training split; more memorize it
-STEP = 16  # characters of a step per n_embd
-SHORT = 1000  # steps; of a run that would have fewer, a step has half the characters
-TRAINED_SHARE = 0.85  # of the time; evaluations and the final scores take the rest
-TIMED_STEPS = 3  # with each size of window
-EVALUATIONS, EVALUATED_SHARE, MIN_EVALUATED = 8, 1 / 100, 30_000  # characters of each, of those trained on
-# A model with 5.8 parameters per character of the text that saw it ten times did best with these.
+MOST_PARAMETERS = 7  # parameters per character of the training split; a model with more memorizes it
+STEP = 16  # characters of a step, as a multiple of n_embd
+SHORT = 1000  # steps; if the run would have fewer, a step has half the characters
+TRAINED_SHARE = 0.85  # share of the time for training; evaluations and the final scores take the rest
+TIMED_STEPS = 3  # steps timed for each size of window
+# Number of evaluations, characters of each as a share of those trained on, and the least number of characters.
+EVALUATIONS, EVALUATED_SHARE, MIN_EVALUATED = 8, 1 / 100, 30_000
+# A model with 5.8 parameters per character of its text, trained for 10 epochs, did best with these.
 STRAIN, STRAINED_DROPOUT, DECAY, STRAINED_DECAY, MIN_DROPOUT = 58, 0.12, 0.1, 0.25, 0.03
 
 Speed = Callable[[TrainConfig], float]  # characters/s
 
 
 class Plan:
-    """The settings for a time, a text and a machine; those outside of `adaptable` stay as they are.
+    """The settings for a time, a text and a machine. Settings that are not in `adaptable` keep their values.
 
-    parts: batch_size must be a multiple of it. speed: measures how fast a run trains.
+    parts: batch_size must be a multiple of it. speed: measures the training speed of a config.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, adaptable: Set[str], parts: int, speed: Speed):
@@ -59,7 +61,7 @@ class Plan:
         self.length = len(corpus.train)
         start = self.with_open(config, TUNED_RATES) if config.init_from else config
         chooses_size = adaptable >= set(SHAPE) and not config.init_from
-        self.rate = math.inf  # of the largest size that is good; a larger one is no faster
+        self.rate = math.inf  # speed of the largest size chosen so far; a larger size is no faster
         for number, size in enumerate(LADDER if chooses_size else ({},)):
             wanted = self.sized(start, size)
             if number and self.parameters(wanted) > MOST_PARAMETERS * self.length:
@@ -84,7 +86,7 @@ class Plan:
 
     @property
     def characters(self) -> float:
-        """That the run chosen so far trains on: of the rest of the time, and at most EPOCHS of the text."""
+        """The characters that the run chosen so far trains on in the time left, at most EPOCHS times the text."""
         return min(EPOCHS * self.length, self.rate * self.seconds_left)
 
     @property
@@ -92,7 +94,7 @@ class Plan:
         return self.config.steps * self.config.tokens_per_step
 
     def parameters(self, config: TrainConfig) -> int:
-        """Without embedding and head."""
+        """Return the number of parameters without embedding and head."""
         vocab_size = self.corpus.tokenizer.vocab_size
         return config.model_config(vocab_size).num_parameters - 2 * vocab_size * config.n_embd
 
@@ -147,12 +149,15 @@ class Plan:
 
 
 def measured_speed(config: TrainConfig, corpus: Corpus, world: World, origin: Origin | None) -> float:
-    """Characters/s of training with these settings: of steps with each size of window, as often as a run takes them."""
+    """Measure the training speed with these settings, in characters/s.
+
+    Times steps with each size of window and weights each by its share of the run's steps.
+    """
     own = replace(config, batch_size=config.batch_size // world.size)
     run = Run(own, resolve_auto(own, 1), corpus, Path(), World(), origin)
     run.check_forward(Console(quiet=True))
-    windows = Counter(config.window_at(config.steps * i // 100) for i in range(100))  # percent of the steps of each
-    seconds = 0.0  # of a character
+    windows = Counter(config.window_at(config.steps * i // 100) for i in range(100))  # percent of steps per window
+    seconds = 0.0  # seconds per character
     for window, percent in windows.items():
         times = []
         for _ in range(TIMED_STEPS):
@@ -160,5 +165,5 @@ def measured_speed(config: TrainConfig, corpus: Corpus, world: World, origin: Or
             before, started = run.progress.characters, time.monotonic()
             run.step()
             times.append((time.monotonic() - started) / (run.progress.characters - before))
-        seconds += percent / 100 * min(times)  # the first is slower
+        seconds += percent / 100 * min(times)  # the first step is slower
     return world.size / seconds

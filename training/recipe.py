@@ -1,5 +1,7 @@
-"""What the text decides of a run, where the user has not: a small one the model's size, the batch and the steps; the
-length of its records the window. The experiments behind the numbers are in RECIPE.md.
+"""Fit the settings that the user has left open to the text.
+
+A small text determines the model's size, the batch and the number of steps. The longest record determines the window.
+RECIPE.md has the experiments behind the numbers.
 """
 
 from __future__ import annotations
@@ -13,27 +15,30 @@ from training.config import MIN_WINDOW, TrainConfig
 from training.data import Corpus, RecordSampler, sampler_of
 from training.messages import flags, plural
 
-# Of a text that the preset would repeat more often: so often, with fewer blocks, which memorize it later, shorter
-# windows, and in more and smaller steps, whose noise does more against memorizing than dropout or weight decay.
+# A text is small if the preset would repeat it more often than this. The run then repeats it EPOCHS times, with fewer
+# blocks, which memorize it later, with shorter windows, and in more and smaller steps. Their noise does more against
+# memorizing than dropout or weight decay.
 EPOCHS = 10.0
-TAUGHT_EPOCHS = 20.0  # what teachers say was not memorized in so many
+TAUGHT_EPOCHS = 20.0  # the limit with teachers, whose predictions were not memorized in 20 epochs
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd")
-SMALL_DEPTH, MIN_DEPTH = 2 / 3, 4  # of the preset's blocks; blocks
-SMALL_STEP, MIN_STEP = 1 / 2, 1024  # of the preset's characters per step; characters
+SMALL_DEPTH, MIN_DEPTH = 2 / 3, 4  # share of the preset's blocks; blocks
+SMALL_STEP, MIN_STEP = 1 / 2, 1024  # share of the preset's characters per step; characters
 SMALL_WINDOW = 256  # characters
 SMALL_DECAY = 0.2
-# Below so many characters dropout and weight decay rise, with the logarithm, until a tenth of it: for 4 blocks of width
-# 128, in proportion to what the blocks hold for others.
+# Dropout and weight decay rise by up to MORE_DROPOUT and MORE_DECAY for a text shorter than REGULARIZED characters.
+# They rise with the logarithm of the length, down to a tenth of REGULARIZED. That number holds for 4 blocks of width
+# 128; it is scaled by n_layer · n_embd² for other models.
 REGULARIZED, REGULARIZED_SIZE = 200_000, 4 * 128**2
 MORE_DROPOUT, MORE_DECAY = 0.3, 0.8
-# A checkpoint's weights are unlearned at the rates of a new model, and know more than a small text could teach one.
+# At the learning rates of a new model, a run would unlearn a checkpoint's weights, which hold more than a small text
+# could teach.
 TUNED_RATES: dict[str, Any] = {"muon_lr": 0.01, "adamw_lr": 0.001}
 TUNED_DROPOUT = 0.15
 MIN_STEPS = 100
 MIN_BLOCK = 4
 PATIENCE = 3  # evaluations
-MIN_EVALUATIONS = 4  # fewer would say little about a run's course
-SHORT_EVALUATIONS = 8  # of a run that would have fewer
+MIN_EVALUATIONS = 4  # fewer would show little of a run's course
+SHORT_EVALUATIONS = 8  # evaluations of a short run
 
 SETTINGS = frozenset(SHAPE) | {"dropout", "weight_decay", "block_size", "batch_size", "muon_lr", "adamw_lr"}
 SETTINGS |= {"steps", "warmup_steps", "eval_every", "eval_chars", "patience"}
@@ -47,13 +52,13 @@ def fitted(
     longest_window: int | None = None,
     preset: TrainConfig | None = None,
 ) -> tuple[TrainConfig, dict[str, Any]]:
-    """The settings for this text, and those of them that it has changed.
+    """Return the settings for this text, and the adaptable ones among them that differ from the preset.
 
-    A setting that the user gives with the value that would be chosen changes nothing: what is printed as chosen can be
-    given back, in part or as a whole, and gives the same run.
+    A setting that the user gives with the value that would be chosen changes nothing. The user can therefore pass the
+    printed settings back, some or all of them, and get the same run.
 
-    adaptable: the names among SETTINGS that the user has not set. parts: batch_size must be a multiple of it.
-    longest_window: the most that the run's teachers have. preset: what it was before the user's settings.
+    adaptable: the names in SETTINGS that the user has not set. parts: batch_size must be a multiple of it.
+    longest_window: the smallest block_size of the run's teachers. preset: the config before the user's settings.
     """
     preset = preset or config
     free = SETTINGS - (frozenset((*SHAPE, "block_size")) if config.init_from else frozenset())
@@ -91,7 +96,7 @@ def _fitted(
         sizes_are_open = adaptable >= set(SHAPE) or config.init_from is not None
         window = {"block_size": min(SMALL_WINDOW, wanted.block_size)}
         wanted = with_open(wanted, regularization(wanted, length if sizes_are_open else None) | window)
-        # More steps, so that no less is trained on.
+        # Smaller steps; the schedule below takes more of them, so that the run does not train on less text.
         characters = min(characters, max(MIN_STEP, int(SMALL_STEP * characters)))
     block_size, batch_size = window_for(wanted, corpus, adaptable), config.batch_size
     if "batch_size" in adaptable:
@@ -114,7 +119,10 @@ def _fitted(
 
 
 def regularization(config: TrainConfig, length: int | None) -> dict[str, Any]:
-    """Dropout and weight decay for a text that is repeated often; `length` is its characters if they raise them."""
+    """Return dropout and weight decay for a text that is repeated often.
+
+    length: the characters of the training split. None: a short text does not raise the two further.
+    """
     missing = 0.0  # orders of magnitude
     if length is not None:
         enough = REGULARIZED * config.n_layer * config.n_embd**2 / REGULARIZED_SIZE
@@ -127,7 +135,11 @@ def regularization(config: TrainConfig, length: int | None) -> dict[str, Any]:
 
 
 def window_for(config: TrainConfig, corpus: Corpus, adaptable: Set[str]) -> int:
-    """block_size: the longest record's, or a quarter of a text that has fewer than two windows."""
+    """Return the block_size for the text, a power of two if it is smaller than the config's.
+
+    It is the smallest above the longest record's length, at least MIN_WINDOW. A text of fewer than two windows gets the
+    largest within a quarter of its length.
+    """
     block_size, length = config.block_size, len(corpus.train)
     if corpus.records is not None and adaptable >= {"block_size", "batch_size"}:  # else steps would be smaller
         longest = int(RecordSampler(corpus.train, block_size, config.seed).pieces[1].max())
@@ -138,7 +150,7 @@ def window_for(config: TrainConfig, corpus: Corpus, adaptable: Set[str]) -> int:
 
 
 def rows_of(characters: int, block_size: int, parts: int) -> int:
-    """Windows of a step of about so many characters: a multiple of `parts`."""
+    """Return the number of windows in a step of about `characters` characters, a multiple of `parts`."""
     return -(-max(1, characters // block_size) // parts) * parts
 
 

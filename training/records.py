@@ -1,6 +1,6 @@
-"""How a text is split into records: lines, blocks between blank lines or marks, or the cells of a table's column.
+"""Split a text into records: lines, blocks between blank lines or marks, or the cells of a table's column.
 
-Knows nothing about ids and models.
+This module knows nothing about ids and models.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from service.model.tokenizer import RECORD_SEPARATOR
 from training.messages import Refusal, plural
 
-LINES, BLANK = "lines", "blank"  # what separates records, beside marks
-TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": ""}  # their delimiters, by suffix
-BATCH = 1 << 20  # characters of cells that are joined
-MAX_SHOWN = 5  # lines of a text, or columns of a table
+LINES, BLANK = "lines", "blank"  # separators of records; any other separator is a mark
+TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": ""}  # delimiter of a table by its suffix
+BATCH = 1 << 20  # characters of cells joined into one piece
+MAX_SHOWN = 5  # lines of a text shown in a message
 
-_SPACES = rf"[^\S\n{RECORD_SEPARATOR}]*"  # of a blank line
+_SPACES = rf"[^\S\n{RECORD_SEPARATOR}]*"  # the content of a blank line
 _BLANK_LINES = re.compile(rf"\n(?:{_SPACES}\n)+")
 _MARKS = re.compile(rf"(?:\n{_SPACES})*{RECORD_SEPARATOR}(?:{_SPACES}(?:\n|(?={RECORD_SEPARATOR})))*")
 
@@ -31,11 +31,12 @@ class DataError(Refusal):
 
 
 def blocks(texts: Iterable[str], separator: str, name: str) -> Iterator[str]:
-    """A text in pieces, in which U+001E ends each record and stands nowhere else.
+    """Yield a text in pieces. U+001E ends each record and occurs nowhere else.
 
-    separator: BLANK, for lines that are empty or have only spaces and tabs, or a mark, which may stand anywhere. Line
-    breaks and blank lines around a record are no part of it. Two marks without a text between them give two ends.
-    name: of the text.
+    separator: BLANK or a mark. BLANK stands for lines that are empty or have only white space; a mark may stand
+    anywhere. Line breaks and blank lines around a record do not belong to it. Two marks without text between them give
+    two ends.
+    name: the text's name, for messages.
 
     Raises:
         DataError: the text has U+001E itself.
@@ -44,7 +45,7 @@ def blocks(texts: Iterable[str], separator: str, name: str) -> Iterator[str]:
     rest, is_first = edge, True  # as if a record had ended before
     for text in _marked(texts, separator, name):
         rest += text
-        cut = len(rest.rstrip())  # what follows may be the beginning of a separator
+        cut = len(rest.rstrip())  # the white space at the end may begin a separator
         found, rest = pattern.sub(RECORD_SEPARATOR, rest[:cut]), rest[cut:]
         if is_first:
             found = found.lstrip(RECORD_SEPARATOR)
@@ -56,17 +57,17 @@ def blocks(texts: Iterable[str], separator: str, name: str) -> Iterator[str]:
 
 
 def _marked(texts: Iterable[str], separator: str, name: str) -> Iterator[str]:
-    """The text with U+001E in place of each mark.
+    """Yield the text with each mark replaced by U+001E.
 
     Raises:
-        DataError: as `blocks`.
+        DataError: the text has U+001E itself.
     """
     rest, line = "", 1
     for text in itertools.chain(texts, [None]):
         parts = [text or ""] if separator == BLANK else (rest + (text or "")).split(separator)
         if separator != BLANK and text is not None:
             last = parts.pop()
-            cut = max(0, len(last) - len(separator) + 1)  # what follows may be the beginning of a mark
+            cut = max(0, len(last) - len(separator) + 1)  # the characters after it may begin a mark
             rest = last[cut:]
             parts.append(last[:cut])
         for number, part in enumerate(parts):
@@ -82,9 +83,10 @@ def _marked(texts: Iterable[str], separator: str, name: str) -> Iterator[str]:
 
 
 def separator_between(records: str, end: str) -> str:
-    """What is printed between two records, so that the same `records` reads them again.
+    """Return the text to print between two records so that the same `records` reads them again.
 
-    end: the character that ends one. Cells of several lines are printed as --records=$'\\x1e' reads them.
+    end: the character that ends a record. Cells of several lines are separated by U+001E, which --records=$'\\x1e'
+    reads.
     """
     if end == "\n":
         return "\n"
@@ -95,7 +97,7 @@ def separator_between(records: str, end: str) -> str:
 
 
 def split_printed(text: str, records: str, end: str) -> list[str]:
-    """The records of a text that was printed with `separator_between`, or of one like it."""
+    """Return the records of a text printed with `separator_between`, or of a text in the same form."""
     if end == "\n":
         return text.removesuffix("\n").split("\n") if text else []
     separator = end if records == LINES else records
@@ -111,12 +113,13 @@ def _suffix(file: Path) -> str:
 
 
 def cells(file: Path, lines: Iterable[str], column: str) -> Iterator[str]:
-    """The cells of a column of a CSV or TSV file or of JSON lines, in pieces of many cells; U+001E ends each.
+    """Yield a column's cells of a CSV or TSV file or of JSON lines, in pieces of many cells. U+001E ends each cell.
 
-    lines: of the file, with their line breaks. Line breaks around a cell are no part of it.
+    lines: the file's lines, with their line breaks. Line breaks around a cell do not belong to it.
 
     Raises:
-        DataError: the file is no table or has no such column, or a row has no such text; gives the line.
+        DataError: the file is not a table or lacks the column, or a row has no text in the column. The message gives
+            the line of the row.
     """
     if not is_table(file):
         raise DataError(f"--column reads files named {', '.join(TABLES)}, plain or gzip, got {file}")

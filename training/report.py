@@ -1,7 +1,7 @@
-"""`report`: what `examination` finds, as a table and as a page with losses, curves and samples.
+"""The command `report`: print the findings of `examination` as a table, and write a page with losses and samples.
 
-The page, `report.html`, is one file, to share: it loads nothing and runs nothing, styles and curves are inside, and
-what comes from texts is escaped. It names the text's file and hash, but no path of this machine.
+The page, `report.html`, is a single file to share. It loads nothing, runs nothing and contains its styles and curves.
+Everything that comes from texts is escaped. The page names the text's file and hash, but no path of this machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from training.log import read_log
 from training.messages import plural
 from training.sample import acceptance, check_counts
 
-MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown
-MAX_CHARACTERS = 2000  # of a text
+MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown on the page
+MAX_CHARACTERS = 2000  # shown of a text
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222;
   background: #fff; }
@@ -79,8 +79,7 @@ def command(args: argparse.Namespace) -> None:
 
 
 def write_page(file: Path, checkpoint: Checkpoint, corpus: Corpus, found: Examination, run: Path | None) -> None:
-    """
-    run: the folder of the run, for its curves and the samples along the way.
+    """Write the page. run: the run's folder, which has its curves and the samples of its evaluations.
 
     Raises:
         OSError: the file cannot be written.
@@ -114,13 +113,13 @@ def write_page(file: Path, checkpoint: Checkpoint, corpus: Corpus, found: Examin
 
 
 def _text(text: str) -> str:
-    """Escaped; control characters, which HTML does not allow, as their symbols."""
+    """Escape a text for HTML, and replace control characters, which HTML does not allow, by their symbols."""
     visible = "".join([chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text])
     return escape(visible)
 
 
 def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Of cells that are HTML; numbers are to the right."""
+    """Return a table of HTML cells. The first cell of a row is its heading; the others begin with their <td> tag."""
     lines = ["<tr>" + "".join(f"<th scope=col>{cell}" for cell in head)] if head else []
     for first, *rest in rows:
         lines.append(f"<tr><th scope=row>{first}" + "".join(rest))
@@ -173,7 +172,7 @@ def _chart(records: list[dict[str, Any]]) -> str:
 
 
 def _course(records: list[dict[str, Any]]) -> str:
-    """Samples of the first, a middle, the best and the last evaluation."""
+    """Return the samples of the first, the middle, the best and the last evaluation."""
     sampled = [record for record in records if record["event"] == "evaluation" and "sample" in record]
     if not sampled:
         return ""

@@ -1,4 +1,4 @@
-"""A run: its weights, optimizers, sampler and progress, its folder, and what it prints. loop.py trains it.
+"""The state of a run: weights, optimizers, sampler and progress, its folder and its output. loop.py trains it.
 
 OUT/last            the newest weights and the state to resume from
 OUT/best            the weights with the lowest validation loss; serve these
@@ -55,10 +55,11 @@ from training.selfcheck import NOT_SERVABLE, first_difference, is_servable
 from training.speed import flops_per_character
 from training.state import Progress, ResumeError, Saved, pack
 
-# Of as many characters as were trained on, scored in all without being asked: they take less than a tenth of the time.
+# With score_chars "auto" the final report scores this share of the characters trained on, over all its scorings, or the
+# minimum, in characters. At that share, scoring takes less than a tenth of the run's time.
 SCORED_SHARE, MIN_SCORED = 1 / 8, 20_000
-ESTIMATE_STEPS = 10  # by which the rest of the run is estimated
-TABLE_BYTES = 1 << 30  # of what teachers predict for the whole text
+ESTIMATE_STEPS = 10  # steps timed to estimate the rest of the run
+TABLE_BYTES = 1 << 30  # upper limit of the table of the teachers' predictions for the whole text
 
 
 class DivergedError(Refusal):
@@ -70,7 +71,7 @@ class StorageError(OSError):
 
 
 class InterruptedRun(Exception):
-    """A signal ended the run, after a save."""
+    """A signal ended the run after a save."""
 
     def __init__(self, number: signal.Signals, message: str):
         super().__init__(f"{number.name}: {message}")
@@ -79,7 +80,10 @@ class InterruptedRun(Exception):
 
 @torch.no_grad()
 def init_weights(model: GPT) -> None:
-    """Embedding of std 1, hidden matrices of std 1/√C, output projections 0: each block starts as the identity."""
+    """Draw the embedding with std 1, the head with 0.001 and hidden matrices with 1/√C. Set output projections to 0.
+
+    Each block therefore starts as the identity.
+    """
     nn.init.normal_(model.embed.weight)
     nn.init.normal_(model.head.weight, std=0.001)
     for name, weight in model.blocks.named_parameters():
@@ -92,8 +96,8 @@ def init_weights(model: GPT) -> None:
 class RunState:
     """The state of one run.
 
-    Every process has a replica; they differ in the windows they take from a batch, and only the main process writes.
-    `config` is as requested, `resolved` has the settings that replace "auto".
+    Every process has a replica. Each takes a different part of a batch, and only the main process writes files.
+    `config` has the settings as requested, `resolved` the values that replace "auto".
     """
 
     def __init__(
@@ -110,9 +114,9 @@ class RunState:
         torch.set_num_threads(config.threads)
         self.device = torch.device(config.device)
         self.sampler = sampler_of(corpus, config.block_size, config.seed)
-        self.rows = self.sampler.rows(config.tokens_per_step)  # of a step
+        self.rows = self.sampler.rows(config.tokens_per_step)  # windows or records in a step, over all processes
         self.teachers = Teachers(config, corpus.tokenizer) if config.teachers else None
-        self.table: Tensor | None = None  # what they predict at each place of the text
+        self.table: Tensor | None = None  # the teachers' predictions at each place of the text
         torch.manual_seed(config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size))
         init_weights(self.model)
@@ -125,18 +129,22 @@ class RunState:
         self.halves = halves(config, self.rows // world.size)
         self.optimizers = Optimizers(self.model, config, self.halves.map if self.halves else map)
         self.progress = Progress()
-        self.run_log: RunLog | None = None  # of the main process, while it trains
-        self.received: list[int] = []  # signals
+        self.run_log: RunLog | None = None  # the log, open in the main process while it trains
+        self.received: list[int] = []  # numbers of the signals received
         self.scored: dict[str, Any] = {}  # characters and standard error of the final losses, for training.json
-        self.step_seconds: deque[float] = deque(maxlen=ESTIMATE_STEPS + 1)  # of the last steps
+        self.step_seconds: deque[float] = deque(maxlen=ESTIMATE_STEPS + 1)  # seconds of each of the last steps
         self.stopped: signal.Signals | None = None
         self.save_is_due = False
         self.saved_at = time.monotonic()
-        self.cpu_seconds = 0.0  # this process's last step
+        self.cpu_seconds = 0.0  # CPU seconds of this process's last step
 
     @classmethod
     def resume(cls, saved: Saved, corpus: Corpus, out: Path, world: World) -> Self:
-        """Raises ResumeError if a teacher is not the one that the run began with."""
+        """Return the saved run with its state restored.
+
+        Raises:
+            ResumeError: a teacher is not the one that the run began with.
+        """
         run = cls(saved.config, saved.resolved, corpus, out, world)
         run.progress = replace(saved.progress, finished=False)
         run.lineage = saved.checkpoint.training.get("init_from")
@@ -148,7 +156,7 @@ class RunState:
         return run
 
     def introduce(self, console: Console) -> None:
-        """Print what is trained, and what of the text may disappoint."""
+        """Print the sizes of the text and the run, and before the first step the warnings of `size_check`."""
         config, progress, corpus = self.config, self.progress, self.corpus
         steps = config.steps - progress.step
         epochs = f"{steps * self.rows / self.sampler.per_epoch:.3g}"
@@ -166,12 +174,12 @@ class RunState:
                 say(console, line)
 
     def check_forward(self, console: Console) -> None:
-        """Go through autograd where the fast forward does not compute GPT.forward; a line says so."""
+        """Replace the fast forward by autograd, and print a line, if it does not compute GPT.forward."""
         config, model, difference = self.config, self.model.config, None
         if isinstance(self.forward, FusedForward):
             rows = min(config.batch_size, max(1, config.tokens_per_step // config.block_size // self.world.size))
             difference = first_difference(model, self.forward.dtype, rows)
-        # Also a barrier: the first save replaces files that every process reads.
+        # This call is also a barrier, because the first save replaces files that every process reads.
         if self.world.all_reduce_(torch.tensor([float(difference is not None)])).item():
             self.forward = self.model
             if self.teachers:
@@ -183,7 +191,10 @@ class RunState:
 
     @property
     def table_pays(self) -> bool:
-        """Teachers would see each character more than twice, and their predictions fit in memory."""
+        """Whether the teachers would see each character more than twice and their predictions fit in TABLE_BYTES.
+
+        It is false for records, for several processes and for a finished run.
+        """
         if self.config.records or self.world.size > 1 or self.progress.step == self.config.steps:
             return False
         size = 2 * len(self.corpus.train) * self.model.config.vocab_size
@@ -202,9 +213,10 @@ class RunState:
             return teachers.table(train, advance_or_stop)
 
     def estimate(self, step_seconds: float) -> str:
-        """How long the rest takes, by the seconds of a step, an evaluation and a report now; of the main process.
+        """Estimate how long the rest of the run takes. Only the main process calls this.
 
-        The window grows, and with it a step's time; baselines and samples are not counted.
+        step_seconds: the time of a step now. Measures an evaluation and a report on a part of the validation split.
+        The estimate allows for the growth of the window, which lengthens a step. It leaves out baselines and samples.
         """
         config, step = self.config, self.progress.step
         starts, lengths = (part[: max(1, BATCH_CHARS // config.block_size)] for part in self.val_pieces)
@@ -231,12 +243,15 @@ class RunState:
 
     @property
     def scorings(self) -> int:
-        """How often the final report scores a character: in windows and streamed, unless these are the same."""
+        """How often the final report scores each character: 2, in windows and streamed, or 1 if these are the same."""
         is_same = self.corpus.records is not None and self.val_pieces[1].max() < self.config.block_size
         return 1 if is_same else 2
 
     def scored_characters(self, trained: int) -> int:
-        """Of the validation split, by the final report, after so many characters of training."""
+        """Return how many characters of the validation split the final report scores after training on `trained`.
+
+        The number may exceed the length of the split.
+        """
         if self.config.score_chars == "all":
             return len(self.corpus.val)
         if self.config.score_chars == "auto":
@@ -253,22 +268,25 @@ class RunState:
         return sum(self.config.window_at(self.config.steps * i // 100) for i in range(100)) / 100
 
     def flops_per_character(self, window: float) -> float:
-        """Forwards of teachers in each step included."""
+        """Return the FLOPs to train on a character, the teachers' forwards in each step included.
+
+        window: the number of characters in a window.
+        """
         teachers = self.teachers.models if self.teachers and self.table is None else []
         return flops_per_character(self.model, window) + sum(flops_per_character(each, window) / 3 for each in teachers)
 
     def to_device(self, values: np.ndarray | Tensor) -> Tensor:
-        """Copied beside the device's work, from pinned memory, where that is a GPU."""
+        """Return the values on the run's device. A copy to a GPU, from pinned memory, runs while the GPU computes."""
         tensor = torch.as_tensor(values)
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
     def save(self) -> None:
-        """Write OUT/last, with the state to resume from.
+        """Write OUT/last with the state to resume from.
 
         Raises:
-            DivergedError: a weight is not finite; nothing was written.
+            DivergedError: a weight is not finite. Nothing was written.
         """
         if not all(bool(weight.isfinite().all()) for weight in self.model.parameters()):
             raise self.diverged(self.progress.step - 1, "weights are not finite")
@@ -284,7 +302,7 @@ class RunState:
         save_checkpoint(self.out / "last", self.model, self.corpus.tokenizer, description, extra)
 
     def save_served(self, name: str, model: GPT, losses: dict[str, float], progress: Progress | None = None) -> None:
-        """Write weights to serve, as of `progress`: now if it is None."""
+        """Write weights to serve. `progress`: the run's progress at these weights, by default the current one."""
         if not self.world.is_main:
             return
         description = self.describe(losses, progress or self.progress)
@@ -292,7 +310,7 @@ class RunState:
         save_checkpoint(self.out / name, model, self.corpus.tokenizer, description, extra, dtype)
 
     def describe(self, losses: dict[str, Any], progress: Progress) -> dict[str, Any]:
-        """The contents of training.json."""
+        """Return the contents of training.json."""
         config = self.config
         return {
             "step": progress.step,
@@ -336,13 +354,13 @@ class RunState:
             else:
                 hint = "Nothing has been saved yet; once the problem is solved, run the same command again"
                 with contextlib.suppress(OSError):
-                    (self.out / "log.jsonl").unlink()  # a folder that has one is refused
+                    (self.out / "log.jsonl").unlink()  # a new run refuses a folder that has a log
             raise StorageError(
                 f"cannot write {error.filename or self.out}: {error.strerror or error}. {hint}"
             ) from error
 
     def interrupted(self, number: int) -> InterruptedRun:
-        """By a signal, after a save."""
+        """Return the error for a signal that ended the run after a save."""
         saved = f"saved at step {self.progress.step} of {self.config.steps}"
         resuming = resume_command(self.out, self.world.size, {})
         return InterruptedRun(signal.Signals(number), f"{saved}; resume with: {resuming}")
@@ -376,7 +394,7 @@ class RunState:
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Collect the number of a SIGINT or SIGTERM in the list; a second signal kills the process."""
+    """Append the number of a SIGINT or SIGTERM to the list that is yielded. A second signal kills the process."""
     received: list[int] = []
 
     def record(number: int, frame: FrameType | None) -> None:

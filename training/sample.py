@@ -1,6 +1,6 @@
-"""`sample`, and bulk sampling: many continuations of one prompt, batched through the engine.
+"""The command `sample`, and bulk sampling: many continuations of one prompt, batched through the engine.
 
-Text i has seed `params.seed + i`, so each can be reproduced alone.
+Text i has seed `params.seed + i`, so that each text can be reproduced alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from training.records import separator_between
 from training.selfcheck import computes
 
 MAX_RUNNING = 128
-# Consecutive texts that are skipped before giving up: per requested text, and at most.
+# Consecutive texts that may be skipped before sampling gives up: per requested text, and at most.
 SKIPPED_PER_TEXT, MAX_SKIPPED = 100, 10_000
 
 
@@ -82,7 +82,11 @@ def check_counts(args: argparse.Namespace) -> None:
 
 
 def parameters(args: argparse.Namespace) -> SamplingParams:
-    """Raises ConfigError: arguments are out of bounds or exclude each other."""
+    """Return the sampling parameters.
+
+    Raises:
+        ConfigError: arguments are out of bounds or exclude each other.
+    """
     if args.prompt == "":
         raise ConfigError("--prompt must not be empty")
     if args.regex is not None and (args.stop or args.stop_regex is not None):
@@ -98,35 +102,39 @@ def parameters(args: argparse.Namespace) -> SamplingParams:
 
 
 class Plan(NamedTuple):
-    """How texts begin and end, and what stands between them."""
+    """How texts begin and end, and the separator between them."""
 
-    prompt: list[int]  # what the model continues
-    given: str  # the part of it that is shown
+    prompt: list[int]  # the ids that the model continues
+    given: str  # the part of the prompt that is printed
     stop: tuple[tuple[int, ...], ...]
     stop_pattern: bytes | None
     condition: Condition | None
-    begins: bytes | None  # what the first character must match: no record is empty
-    between: str
+    begins: bytes | None  # packed automaton of the first character, so that no record is empty
+    between: str  # printed between two texts
 
     @classmethod
     def of(cls, args: argparse.Namespace, checkpoint: Checkpoint, encoder: Encoder) -> Plan:
-        """Raises ConfigError: a prompt, stop or pattern is impossible for this model."""
+        """Return the plan for the arguments.
+
+        Raises:
+            ConfigError: a prompt, stop or pattern is impossible for this model.
+        """
         tokenizer, end = checkpoint.tokenizer, checkpoint.record_end
         separator, _, end_character = splitting_of(checkpoint)
         is_plain = args.stop_regex is None and args.regex is None
         stops = [unescaped(text) for text in args.stop] or [end_character] * (end is not None and is_plain)
         if "" in stops:
             raise ConfigError("--stop must not be empty")
-        # As at the service: a stop with a character that the model does not have never occurs.
+        # As in the service, a stop is dropped if the model lacks one of its characters, because it never occurs.
         stop = tuple(tuple(tokenizer.encode(text)) for text in stops if all(c in tokenizer for c in text))
         try:
             prompt = encoder.encode(unescaped(args.prompt or "")).tolist()
         except UnknownCharacterError as error:
             raise ConfigError(f"--prompt: {error}") from None
         given = tokenizer.decode(prompt)
-        if end is not None:  # a record begins after the end of the one before
+        if end is not None:  # a record begins after the end of the previous one
             prompt = prompt if prompt[:1] == [end] else [end, *prompt]
-        elif not prompt:  # what precedes a text; one without line breaks begins with the model's first character
+        elif not prompt:  # a text begins after a line break, or with the first character of a model without line breaks
             first = "\n" if "\n" in tokenizer else tokenizer.characters[0]
             prompt, given = tokenizer.encode(first), first.strip("\n")
         is_begun = end is None or prompt[-1] != end or (end,) not in stop
@@ -144,14 +152,14 @@ class Plan(NamedTuple):
 
 
 def novelty(args: argparse.Namespace, checkpoint: Checkpoint, given: str) -> Callable[[list[int]], bool]:
-    """Whether a completion of `given` is not in the training text."""
+    """Return a function that tells whether a completion of `given` is not in the training text."""
     is_known, decode = known_lines(training_corpus(checkpoint, args)), checkpoint.tokenizer.decode
     end = splitting_of(checkpoint)[2] or "\n"
     return lambda ids: not is_known((given + decode(ids)).removeprefix(end))
 
 
 def write(texts: Iterable[tuple[int, list[int]]], count: int, form: str, plan: Plan, tokenizer: CharTokenizer) -> int:
-    """Print texts in a form of --format, with progress; return how many characters were sampled."""
+    """Print texts in a form of --format, with progress, and return the number of characters sampled."""
     characters, table = 0, csv.writer(sys.stdout, lineterminator="\n")
     if form == "csv":
         table.writerow(("text", "seed"))
@@ -170,39 +178,42 @@ def write(texts: Iterable[tuple[int, list[int]]], count: int, form: str, plan: P
                     print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
                 else:
                     print(plan.between if number else "", text, sep="", end="")
-    finally:  # before an error's line too
+    finally:  # also before the line of an error
         if form == "text":
             print(flush=True)
     return characters
 
 
 def acceptance(drawn: Drawn) -> str:
-    """For people: what exact texts have cost."""
+    """Return a line for the user about the cost of exact texts."""
     share = drawn.matches / max(1, drawn.candidates)
     counts = f"{drawn.matches:,} of {plural(drawn.candidates, 'candidate')}"
     return f"acceptance {100 * share:.3g} %: {counts} matched, {plural(drawn.characters, 'character')} were sampled"
 
 
 class Condition(NamedTuple):
-    """What a text must match, as in Submit."""
+    """The condition that a text must match, as in Submit."""
 
     constraint: bytes
     minimum: bytes | None
     may_leave: bool
     stop: tuple[tuple[int, ...], ...]
-    num_more: int  # characters of the end of a record, which is no part of the text
+    num_more: int  # characters of a record's end, which is not part of the text: 0 or 1
 
     @classmethod
     def of(
         cls, pattern: str, tokenizer: CharTokenizer, max_tokens: int, end: int | None, is_empty: bool = False
     ) -> Condition:
-        """Of a model of records (end: what ends one), a match is a whole one. is_empty: it has no character yet.
+        """Return the condition that a text matches `pattern`, or that a whole record does if `end` is given.
+
+        end: the id that ends a record. is_empty: the record has no character yet.
 
         Raises:
-            ConfigError: the pattern is invalid, or no match is that short.
+            ConfigError: the pattern is invalid, its shortest match is longer than max_tokens, or it has no match that
+                a record could be.
         """
         characters, minimum, num_more = tokenizer.characters, None, int(end is not None)
-        is_separated = end is not None and characters[end] == RECORD_SEPARATOR  # which no pattern matches
+        is_separated = end is not None and characters[end] == RECORD_SEPARATOR  # no pattern may match U+001E
         allowed = frozenset(characters) - {RECORD_SEPARATOR} if is_separated else None
         automaton = compile_pattern("--regex", pattern, tokenizer, allowed)
         try:
@@ -223,14 +234,17 @@ class Condition(NamedTuple):
 
 
 def known_lines(corpus: Corpus) -> Callable[[str], bool]:
-    """Whether a text is a record or a line of the training text, of either split, or several consecutive ones."""
+    """Return a function that tells whether a text is a record or a line of either split of the training text.
+
+    A text of several records or lines must occur with them in the same order, one after another.
+    """
     text, end = corpus.tokenizer.decode_array(corpus.ids), corpus.record_end or "\n"
     known, text = set(text.split(end)), f"{end}{text}{end}"
     return lambda it: f"{end}{it}{end}" in text if end in it else it in known
 
 
 def beginning_of_record(end: str, tokenizer: CharTokenizer) -> bytes:
-    """The packed automaton of what a record begins with: not with what ends it."""
+    """Return the packed automaton of a record's first character, which is any except the record's end."""
     return compile_regex(f"[^{end}]", tokenizer.characters).pack()
 
 
@@ -251,12 +265,14 @@ def sample_texts(
     drawn: Drawn | None = None,
     max_candidates: int = MAX_CANDIDATES,
 ) -> Iterator[tuple[int, list[int]]]:
-    """(seed, completion) of `count` texts, in seed order; skips repeated ones if `unique`, and those not `is_novel`.
+    """Yield (seed, completion) of `count` texts in seed order.
 
-    stop_pattern: a packed automaton, as in Submit; begins: one that the first character alone follows, in place of a
-    condition. device: where a copy of the model runs; a training run leaves its own to the steps.
-    drawn: the texts are exact answers under the condition, and this counts what they cost: at most max_candidates for a
-    text, on average.
+    Repeated texts are skipped if `unique` is true, and texts for which `is_novel` returns False are skipped too.
+    stop_pattern: a packed automaton, as in Submit. begins: a packed automaton that only the first character must match;
+    a condition takes its place. device: the device of a copy of the model; a run in training samples on the CPU and
+    keeps its own device for the steps.
+    drawn: counts the cost of exact answers under the condition. If it is given, the texts are such answers, and at most
+    max_candidates candidates are drawn per text on average.
 
     Raises:
         ExhaustedError: more than SKIPPED_PER_TEXT · count or MAX_SKIPPED consecutive texts were skipped, or too few
@@ -308,7 +324,7 @@ def sample_texts(
 
 
 def _drawn(engine: Engine, request: Submit, drawn: Drawn) -> Iterator[tuple[int, list[int]]]:
-    """Exact answers: (seed, completion) of each; `drawn` counts what they cost."""
+    """Yield (seed, completion) of each exact answer. `drawn` counts the cost."""
     engine.submit(request)
     while engine.has_work:
         for delta in engine.step():
@@ -321,7 +337,7 @@ def _drawn(engine: Engine, request: Submit, drawn: Drawn) -> Iterator[tuple[int,
 
 
 def _in_order(engine: Engine, shared: Submit, running: int, count: int | None) -> Iterator[tuple[int, list[int]]]:
-    """(seed, completion) of `count` texts, or without end, in seed order."""
+    """Yield (seed, completion) of `count` texts in seed order, or without end if `count` is None."""
     params, prompt = shared.sampling, shared.prompt
     numbers = itertools.count() if count is None else iter(range(count))
     completions: dict[int, tuple[int, list[int]]] = {}  # (seed, ids) by number, in order

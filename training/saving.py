@@ -20,7 +20,7 @@ from training.folders import replacing_folder
 
 
 def named_tensors(model: GPT) -> dict[str, torch.Tensor]:
-    """The weights under Hugging Face's names, fp32, on the CPU."""
+    """Return the weights under Hugging Face's names, in fp32, on the CPU."""
     state, tensors = model.state_dict(), dict[str, torch.Tensor]()
     for ours, theirs in layout(model.config).items():
         parts = state[ours].detach().float().cpu().split([shape[0] for shape in theirs.values()])
@@ -38,9 +38,9 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint folder, atomically replacing any previous one.
 
-    `training` becomes training.json, with a probe of the model; `extra` adds files (name -> content), which the
-    manifest covers too; `dtype` is that of the stored weights. A failure, a full disk or a kill leaves the previous
-    folder intact.
+    `training` becomes training.json, with a probe of the model if its log-probabilities are finite. `extra` adds files
+    (name -> content), which the manifest covers too. `dtype` is the type of the stored weights. A failure, a full disk
+    or a kill leaves the previous folder intact.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -55,7 +55,7 @@ def save_checkpoint(
         training = {**training, "probe": msgspec.to_builtins(probe)}
     generation: dict[str, Any] = {**special}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    if tokenizer.unknown_id is not None:  # which the service does not sample either
+    if tokenizer.unknown_id is not None:  # the service does not sample the unknown symbol either
         generation["suppress_tokens"] = [tokenizer.unknown_id]
         about["unk_token"] = UNKNOWN
     if end == RECORD_SEPARATOR:  # not the line break: transformers leaves special tokens out of decoded texts
@@ -77,13 +77,13 @@ def save_checkpoint(
             for name, data in files.items():
                 (folder / name).write_bytes(data)
     except OSError as error:
-        error.filename = error.filename or str(path)  # failed writes do not set it
+        error.filename = error.filename or str(path)  # a failed write does not set filename
         raise
 
 
 @torch.no_grad()
 def _probe(model: GPT, stored: Mapping[str, torch.Tensor], tokenizer: CharTokenizer) -> Probe:
-    """By GPT.forward as it is now, in float64, of the weights as they are stored."""
+    """Return a probe of the weights as they are stored, computed by the current GPT.forward in float64."""
     with torch.random.fork_rng(devices=[]):  # a new model draws weights
         copy = GPT(model.config).double().eval()
     copy.load_state_dict(
@@ -93,8 +93,9 @@ def _probe(model: GPT, stored: Mapping[str, torch.Tensor], tokenizer: CharTokeni
 
 
 def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:
-    """One code point, one id, in the format of Hugging Face's tokenizers; there too unknown characters raise,
-    unless the vocabulary has an unknown symbol.
+    """Return the tokenizer, one id per code point, in the format of Hugging Face's tokenizers.
+
+    An unknown character raises an error there too, unless the vocabulary has an unknown symbol.
     """
     return {
         "version": "1.0",
@@ -108,7 +109,7 @@ def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:
         "model": {
             "type": "WordLevel",
             "vocab": {character: i for i, character in enumerate(tokenizer.characters)},
-            # The empty one is not a character, so never in the vocabulary.
+            # The empty text is not a character, so the vocabulary never has it.
             "unk_token": "" if tokenizer.unknown_id is None else UNKNOWN,
         },
     }

@@ -1,8 +1,8 @@
-"""`score`: the log-likelihood of each line of a text, or its strangest lines.
+"""The command `score`: print the log-likelihood of each line of a text, or its strangest lines.
 
-As /v1/score of the service has it: a line is a text of its own, whose first character has nothing before it and is not
-scored; its line break is no part of it. Of a model of records each record is scored as it is trained on, from the end
-of the one before to its own.
+Lines are scored as by the service's /v1/score. A line is a text of its own, without its line break. Its first character
+has nothing before it and is not scored. A model of records scores each record as in training: the context is the end of
+the previous record, and the record's own end is scored too.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from training.inputs import OF_TEXT, Encoder, load_model, splitting_of
 from training.messages import plural
 from training.rows import write_rows
 
-LINES = 4096  # scored together
+LINES = 4096  # lines scored together
 SURROGATE = 0xDC00  # plus a byte that is not UTF-8, as `data.read_lines` gives it
-MAX_REPORTED = 20  # lines that are not scored
+MAX_REPORTED = 20  # refused lines named on standard error
 COLUMNS = (
     "line", "text", "characters", "nats", "nats_per_character", "bits_per_character", "perplexity",
     "unknown_characters",
 )  # fmt: skip
 
-Row = dict[str, Any]  # of COLUMNS
+Row = dict[str, Any]  # a value for each of COLUMNS
 
 
 class Line(NamedTuple):
@@ -47,13 +47,13 @@ class Line(NamedTuple):
 
     number: int  # from 1
     text: str
-    ids: np.ndarray  # (T,) int64, with the line breaks on both sides if it is a record
+    ids: np.ndarray  # (T,) int64, with the end of a record on both sides if the line is a record
     num_unknown: int
-    num_bytes: int  # in the file
+    num_bytes: int  # length in UTF-8 plus 1 for the line break
 
 
 class Tally:
-    """Counts lines, and reports the first that are not scored on standard error."""
+    """Counts lines, and reports on standard error the first MAX_REPORTED that are not scored."""
 
     num_lines = num_refused = 0
 
@@ -94,14 +94,18 @@ def command(args: argparse.Namespace) -> None:
 
 
 def show_progress(file: Path, among_rows: bool) -> AbstractContextManager[Advance]:
-    """Of the bytes scored; none among rows on a terminal."""
+    """Return a progress bar of the bytes scored, or none if rows are printed on the terminal meanwhile."""
     if among_rows and sys.stdout.isatty():
         return nullcontext(int)
     return show_forwards(Console(stderr=True), "scoring", file.stat().st_size, "bytes")
 
 
 def encoder_of(args: argparse.Namespace, checkpoint: Checkpoint) -> Encoder:
-    """Without --unknown-characters they are replaced, or dropped if the vocabulary has nothing to replace them with."""
+    """Return the encoder for the arguments.
+
+    Without --unknown-characters, unknown characters are replaced, or dropped if the vocabulary lacks the default
+    replacement and no other is given.
+    """
     if args.unknown_characters is None:
         tokenizer = checkpoint.tokenizer
         can_replace = args.replacement_character is not None or tokenizer.replacement in tokenizer
@@ -119,10 +123,11 @@ def score_lines(
     refused: Callable[[int, str], None],
     advance: Advance = int,
 ) -> Iterator[Row]:
-    """The row of each line, or record, in order; `characters` are those scored, with `records` the `end` too.
+    """Yield the row of each line or record in order. Its `characters` are the number scored, with records' `end` too.
 
-    A line that is not UTF-8 is left out, and so is one with unknown characters if the encoder refuses them. `refused`
-    is called with its number, from 1, and the reason; `advance` with the number of bytes scored.
+    A line that is not UTF-8 is left out, and so is a line with unknown characters if the encoder refuses them.
+    `refused` is called with the line's number, from 1, and the reason. `advance` is called with the number of bytes
+    scored.
 
     Raises:
         DataError: with `records`, the vocabulary has no `end`.
@@ -144,7 +149,7 @@ def score_lines(
 def encoded_lines(
     encoder: Encoder, lines: Iterable[str], end: list[int], refused: Callable[[int, str], None]
 ) -> Iterator[Line]:
-    """end: the ids on both sides of a line."""
+    """Yield the lines that can be encoded, and call `refused` for the others. end: the ids on both sides of a line."""
     for number, text in enumerate(lines, 1):
         try:
             num_bytes = len(text.encode()) + 1
@@ -173,7 +178,10 @@ def row_of(line: Line, count: int, nats: float) -> Row:
 
 
 def strangest(rows: Iterable[Row], count: int | None) -> list[Row]:
-    """The first `count` rows, or all, by falling bits per character; of equal ones the earlier line first."""
+    """Return the first `count` rows, or all if it is None, by falling bits per character.
+
+    Rows with equal values keep the order of their lines.
+    """
 
     def strangeness(row: Row) -> tuple[float, int]:
         each = row["bits_per_character"]

@@ -1,6 +1,7 @@
-"""What a changed gpt.py must still fit, asked before the first step: the fast forward, the checkpoints, the service.
+"""Check before the first step that gpt.py still agrees with the fast forward, the checkpoints and the service.
 
-fused.py holds the model a second time and service/model/attention.py a third; neither follows a change of gpt.py.
+fused.py implements the model a second time and service/model/attention.py a third time. Neither follows a change of
+gpt.py.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from service.wire import floats
 from training.fused import FusedForward
 from training.messages import Refusal
 
-# Largest error of a tensor, as a share of its norm. In float32 it shows any other formula; bfloat16, which rounds, is
-# compared for what the kernels of that type do.
+# Largest error of a tensor, as a share of its norm. The comparison in float32 finds every other formula. The comparison
+# in bfloat16, which rounds, finds errors of the kernels for that type.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-LONG, SHORT = (1, 512), (3, 64)  # windows, and characters of each, at most: for the formulas, and for the kernels
-SERVED = 8  # characters that are compared with the service's reference
+# Windows and the most characters of each: LONG to compare the formulas, SHORT to compare the kernels.
+LONG, SHORT = (1, 512), (3, 64)
+SERVED = 8  # characters compared with the service's reference
 
 Named = dict[str, Tensor]
 
@@ -40,21 +42,22 @@ NOT_SERVABLE = (
 
 
 def first_difference(config: GPTConfig, dtype: torch.dtype, rows: int) -> str | None:
-    """What to say if the fast forward in `dtype` is not GPT.forward: in the residual stream, the loss or a gradient.
+    """Return a message if the fast forward in `dtype` differs from GPT.forward, else None.
 
-    Takes random weights, as the projections of a new model are zero and hide what is before them. rows: windows of a
-    step, by which both are timed where they differ.
+    Compares the residual stream, the logits, the loss and the gradients. Takes random weights, because the projections
+    of a new model are zero and hide the operations before them. rows: the windows of the step by which both forwards
+    are timed if they differ.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _randomized(config)
         for each, (windows, length) in ((torch.float32, LONG), (dtype, SHORT)):
             idx = torch.randint(config.vocab_size, (windows, min(config.block_size, length) + 1))
-            model.train(each == torch.float32)  # dropout draws alike in float32 alone
+            model.train(each == torch.float32)  # dropout draws the same masks in both only in float32
             expected = _through_autograd(model, idx)
             try:
                 where = _first(_through_fused(model, each, idx), expected, TOLERANCES[each])
-            except Exception as error:  # of a model with other parts, whatever it may be
+            except Exception as error:  # a model with other parts may raise anything
                 return f"the fast step fails ({type(error).__name__}: {error}), so this run goes through autograd"
             if where:
                 batch = torch.randint(config.vocab_size, (rows, config.block_size))
@@ -86,7 +89,7 @@ def _through_fused(model: GPT, dtype: torch.dtype, idx: Tensor) -> Named:
 
 
 def _through_autograd(model: GPT, idx: Tensor) -> Named:
-    """The residual stream as far as the model has these modules, and calls them."""
+    """Return the computed tensors, with the residual stream as far as the model has and calls its usual modules."""
     stream: Named = {}
 
     def add(name: str, x: Any) -> None:
@@ -108,10 +111,11 @@ def _through_autograd(model: GPT, idx: Tensor) -> Named:
 
 
 def _computed(model: GPT, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Named:
-    """What a forward and backward compute, in the order in which they do, the gradients from the last block to the
-    first.
+    """Return the logits, the loss and the gradients of a forward and backward, in the order of computation.
+
+    The gradients go from the last block to the first.
     """
-    torch.manual_seed(1)  # of dropout
+    torch.manual_seed(1)  # for dropout
     model.zero_grad()
     logits = forward(idx[:, :-1])
     loss = F.cross_entropy(logits.float().flatten(0, 1), idx[:, 1:].flatten())
@@ -124,7 +128,7 @@ def _computed(model: GPT, forward: Callable[[Tensor], Tensor], idx: Tensor) -> N
 
 
 def _first(found: Named, expected: Named, tolerance: float) -> str | None:
-    least = 1e-3 * max(float(exact.norm()) for exact in expected.values())  # one that is zero has rounding alone
+    least = 1e-3 * max(float(exact.norm()) for exact in expected.values())  # a zero tensor differs by rounding alone
     for name, value in found.items():
         if (exact := expected.get(name)) is None:
             continue
@@ -137,7 +141,7 @@ def _first(found: Named, expected: Named, tolerance: float) -> str | None:
 
 
 def _seconds(forward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Of a step's forward and backward, once both have run."""
+    """Return the seconds of a step's forward and backward, after a first run of both."""
     started = 0.0
     for _ in range(2):
         started = time.perf_counter()
@@ -146,7 +150,7 @@ def _seconds(forward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
 
 
 def refuse_other_weights(config: GPTConfig) -> None:
-    """Raises Refusal: the model's weights are not those that a checkpoint holds."""
+    """Raise Refusal if the names or shapes of the model's weights differ from those in a checkpoint."""
     with torch.random.fork_rng(devices=[]):
         found = {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
     held = {
@@ -163,20 +167,23 @@ def refuse_other_weights(config: GPTConfig) -> None:
 
 @torch.no_grad()
 def computes(runner: Runner, model: GPT) -> bool:
-    """Whether a backend computes GPT.forward, by its logits after a few characters; overflow says nothing."""
+    """Return whether a backend's logits after SERVED characters equal those of GPT.forward.
+
+    Logits that overflow count as equal, because they allow no comparison.
+    """
     V, ids = model.config.vocab_size, np.arange(SERVED, dtype=np.int32) ** 2 % model.config.vocab_size
     runner.start(0, SamplingParams(seed=0), ids.tolist())
     targets = np.append(ids[1:], np.int32(NONE))
     outcome = runner.prefill([Piece(0, ids, True, None, Report(ids=tuple(range(V))), targets)])()
     found = np.reshape(floats(outcome.reports[0].top_values), (-1, V))[:SERVED]  # log-probabilities
     exact = model(torch.from_numpy(ids[None]).long().to(model.head.weight.device))[0].double().cpu().numpy()
-    difference = found - exact  # but for a constant in each row
+    difference = found - exact  # a constant in each row if both agree
     error = np.abs(difference - difference.mean(axis=1, keepdims=True)).max()
     return not np.isfinite(error) or bool(error <= TOLERANCE[runner.dtype] * max(1.0, np.abs(exact).max()))
 
 
 def is_servable(config: GPTConfig) -> bool:
-    """Whether the service's reference, by which each backend checks itself, computes GPT.forward."""
+    """Return whether the service's reference computes GPT.forward. Each backend checks itself by that reference."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = _randomized(config).eval()

@@ -1,9 +1,9 @@
-"""What a run needs to resume exactly where it stopped: two files added to the checkpoint OUT/last, without pickle.
+"""The state from which a run resumes exactly where it stopped: two files in the checkpoint OUT/last, without pickle.
 
     state.json          settings, counters, best loss, length of the log
     state.safetensors   optimizer state
 
-Tensors are copied by name into the live objects, whose `tensors` methods name them.
+Tensors are copied by name into the live objects. The objects' `tensors` methods name them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ STATE = "state.json"
 TENSORS = "state.safetensors"
 
 
-# What a resumed run may change: how long it trains, and what it writes. The rest would make it another run.
+# The settings that a resumed run may change: how long it trains, and what it writes. Any other change would make it
+# another run.
 CHANGEABLE = frozenset(
     "steps patience log_every save_seconds keep_every sample_chars score_chars weights tensorboard".split()
 )
 
 
 class ResumeError(Refusal):
-    """A run that cannot be resumed or must not be overwritten; the message says why and what to do."""
+    """A run cannot be resumed or must not be overwritten. The message gives the reason and what to do."""
 
 
 @dataclass
@@ -43,11 +44,11 @@ class Progress:
 
     step: int = 0  # optimizer steps taken
     position: int = 0  # windows or records drawn by the sampler
-    characters: int = 0  # trained on, targets
+    characters: int = 0  # targets trained on
     evaluated_step: int | None = None  # step of the last evaluation
     best_step: int | None = None
     best_val_loss: float | None = None
-    best_characters: int = 0  # these three as below, at the best step
+    best_characters: int = 0  # this and the next two: the counters of those names at the best step
     best_elapsed_seconds: float = 0.0
     best_cpu_seconds: float = 0.0
     elapsed_seconds: float = 0.0  # spent in steps, over all resumes
@@ -56,7 +57,7 @@ class Progress:
     loss_steps: int = 0
     interval_loss_sum: float = 0.0  # training losses since the last evaluation
     interval_steps: int = 0
-    log_bytes: int = 0  # length of the log at the save; later lines are cut off by a resumed run
+    log_bytes: int = 0  # length of the log at the save; a resumed run cuts off later lines
     finished: bool = False
 
     def count_step(self, loss: float, characters: int, position: int, cpu_seconds: float) -> None:
@@ -70,14 +71,14 @@ class Progress:
         self.cpu_seconds += cpu_seconds
 
     def is_out_of_patience(self, config: TrainConfig) -> bool:
-        """Whether `config.patience` evaluations have passed without a new best."""
+        """Return whether `config.patience` evaluations have passed without a new best."""
         if not config.patience or self.best_step is None or self.evaluated_step is None:
             return False
         return self.evaluated_step - self.best_step >= config.patience * config.eval_every
 
     @property
     def at_best(self) -> Progress:
-        """As of the best evaluation."""
+        """The progress at the best evaluation."""
         return replace(
             self, step=self.best_step or 0, characters=self.best_characters,
             elapsed_seconds=self.best_elapsed_seconds, cpu_seconds=self.best_cpu_seconds,
@@ -92,9 +93,9 @@ def pack(
     tensors: Mapping[str, Tensor],
     processes: int,
 ) -> dict[str, bytes]:
-    """The files to add to a checkpoint.
+    """Return the files to add to a checkpoint.
 
-    `resolved`: the settings that replace "auto"; `data`: `Corpus.describe()`; `tensors`: the live tensors by name.
+    resolved: the values that replace "auto". data: `Corpus.describe()`. tensors: the live tensors by name.
     """
     state = {
         "format_version": FORMAT_VERSION,
@@ -121,7 +122,7 @@ class Saved:
 
     @classmethod
     def read(cls, path: Path) -> Saved:
-        """Verify the folder and read everything but the tensors.
+        """Verify the folder and read everything except the tensors.
 
         Raises:
             CheckpointError: a file is missing or altered.
@@ -145,7 +146,7 @@ class Saved:
 
 
 def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in `given` that differ from the saved ones.
+    """Return the settings in `given` that differ from the saved ones.
 
     Raises:
         ResumeError: one of them is not CHANGEABLE.
