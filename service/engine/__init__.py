@@ -1,1 +1,1 @@
-"""The inference process: the loop that LitServe turns, continuous batching, and who runs when."""
+"""The inference process: the loop that LitServe calls, continuous batching and scheduling."""

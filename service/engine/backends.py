@@ -1,6 +1,6 @@
-"""The choice of a backend: what `auto` stands for on a device, whether it fits, and its runner.
+"""The choice of a backend: resolve `auto` for a device, estimate the slots that fit, and open the runner.
 
-A backend that needs torch is imported only when it is opened.
+Backends that need torch are imported only when they are opened.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
-    """The backend and dtype that `auto` stands for on a device ("cpu", "cuda:0", "mps", …).
+    """Return the backend and dtype to use on a device ("cpu", "cuda:0", "mps", …), with `auto` resolved.
 
     Raises:
-        ValueError: they are not possible here.
+        ValueError: the backend or dtype cannot be used here.
     """
     kind = device.split(":")[0]
     if backend == "auto":
@@ -47,13 +47,13 @@ def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
     if kind == "mps" and dtype == "float64":
         raise ValueError("dtype must be auto, float32 or bfloat16 on mps, which has no float64, got float64")
     if dtype == "auto":
-        # torch's kernels round differently at each batch size: only in float64 is that too little to change a text.
+        # torch's kernels round differently at each batch size. Only in float64 are texts practically unaffected.
         dtype = "float64" if backend == "torch" and kind != "mps" else "float32"
     return backend, dtype
 
 
 def slots_that_fit(config: GPTConfig, dtype: str, free_bytes: float) -> int:
-    """Cache slots of backend cuda, 0 to 4096, that fit into a GPU's free memory with a tenth to spare."""
+    """Return how many cache slots of backend cuda, 0 to 4096, fit into 90% of a GPU's free memory."""
     assert config.n_inner is not None
     size = {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
     C, heads, hs, V = config.n_embd, config.n_head + config.n_kv_head, config.head_dim, config.vocab_size
@@ -61,8 +61,8 @@ def slots_that_fit(config: GPTConfig, dtype: str, free_bytes: float) -> int:
     cache = size * 2 * config.n_layer * config.n_kv_head * (config.block_size + 1) * hs
     rotation = size * 2 * config.n_layer * heads * hs
     activations = size * (8 * C + 4 * heads * hs + 5 * config.n_inner + 16 * config.block_size)  # masks of 16 steps
-    sampling = 8 * V * 60  # logits of 16 steps, bias, counts and what the sampler computes with
-    spare = 1 << 30  # CUDA itself, the libraries' workspaces, pieces of prompts
+    sampling = 8 * V * 60  # logits of 16 steps, bias, counts and the sampler's temporary tensors
+    spare = 1 << 30  # CUDA, the libraries' workspaces, pieces of prompts
     per_slot = cache + rotation + activations + sampling
     return max(0, min(4096, int((0.9 * free_bytes - weights - spare) / per_slot)))
 
@@ -75,7 +75,7 @@ def open_runner(
     threads: int = 1,
     device: str = "cpu",
 ) -> Runner:
-    """A runner over a checkpoint's model, or over a model (which is copied).
+    """Open a runner for a checkpoint's model, or for a copy of a model.
 
     Raises:
         ValueError: as `resolve`; or the checkpoint cannot be loaded.

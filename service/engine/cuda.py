@@ -1,15 +1,15 @@
-"""The backend "cuda": static shapes, replayed as CUDA graphs, with sampling on the device.
+"""The backend "cuda": CUDA graphs of static shapes, with sampling on the device.
 
-    schedule   the host writes one table: what each slot, or each piece of a prompt, runs in this launch
-    replay     one graph: K steps of forward and sampler over all slots, or one block of pieces
-    collect    one copy of the chosen ids into pinned memory, read while the next launch runs
+    schedule   the host writes the plan of a launch: the work of each slot, or of each piece of a prompt
+    replay     the device runs one graph: K steps of forward and sampler over all slots, or one block of pieces
+    collect    the device copies the chosen ids into pinned memory; the host reads them during the next launch
 
-Every decode step runs all slots, whatever is in them, and every piece of a prompt begins at a multiple of `piece`
-counted from its own beginning and runs in a block of fixed size. So each kernel always gets the same shapes, and a
-row's arithmetic depends neither on the load nor on when its prompt was scheduled: the same seed gives the same text.
+Every decode step runs all slots, used or not. Every piece begins at a multiple of `piece`, counted from the beginning
+of its prompt, and runs in a block of fixed size. Each kernel therefore always gets the same shapes, and a row's
+arithmetic depends neither on the load nor on when its prompt was scheduled. The same seed gives the same text.
 
-On a device without graphs (a CPU, in tests) the same operations run eagerly. Knows slots and ids; nothing of requests,
-stops or text.
+On a device without graphs (a CPU, in tests) the same operations run eagerly. The backend handles slots and ids; it
+knows nothing about requests, stops or text.
 
 Letters: S slots, R pieces of a block, T characters of a piece, N rows of a forward (S or R · T), K steps of a launch,
 L layers; C n_embd, nh n_head, nkv n_kv_head, hs head_dim, W block_size, V vocab_size as in gpt.py.
@@ -34,16 +34,16 @@ from service.model.kv_cache import additive
 from service.model.params import SamplingParams
 from service.model.sampling import Draws, Sampler, send
 
-STEPS = (1, 4, 8, 16)  # decode steps of a graph
+STEPS = (1, 4, 8, 16)  # the numbers of decode steps for which graphs are captured
 PIECE = 64  # characters of a prompt per row of a block, at most W
-BLOCK = 8  # pieces of a block
+BLOCK = 8  # pieces in a block
 
-# Waits for a launch: what it gave, and its seconds on a GPU; 0 on a CPU, where the launch itself took them.
+# Waits for a launch, and returns its results and its seconds on a GPU; 0 on a CPU, on which the launch itself blocks.
 Wait = Callable[[], tuple[list[np.ndarray], float]]
 
 
 class CudaRunner(Runner):
-    """`model` is copied in `dtype` to `device`, and graphs are captured for it.
+    """Copies `model` in `dtype` to `device`, and captures graphs for it.
 
     Raises:
         torch.OutOfMemoryError: the weights, the cache or the graphs do not fit.
@@ -55,9 +55,9 @@ class CudaRunner(Runner):
     def __init__(self, model: GPT, slots: int, dtype: str, device: torch.device | str):
         self.dtype, self.slots, self.config = dtype, slots, model.config
         self._device = torch.device(device)
-        if self._device.type == "cuda":  # events, streams and pinned memory go by the process's current device
+        if self._device.type == "cuda":  # events, streams and pinned memory use the process's current device
             torch.cuda.set_device(self._device.index or 0)
-            # NVIDIA's containers turn TF32 on by an environment variable.
+            # NVIDIA's containers enable TF32 with an environment variable.
             torch.backends.cuda.matmul.fp32_precision = "ieee"
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.is_async = self._has_graphs = self._device.type == "cuda"
@@ -65,26 +65,27 @@ class CudaRunner(Runner):
         self.piece = min(PIECE, c.block_size)
         place = functools.partial(torch.zeros, device=self._device)
         kind = getattr(torch, dtype)
-        # In decode, attention leaves its heads as (key head, its group) or (group, key head), by device and dtype.
+        # In decode, the order of heads in attention's output is (key head, its group) or (group, key head), depending
+        # on device and dtype.
         q = place(2, c.n_kv_head, c.n_head // c.n_kv_head, c.head_dim, dtype=kind)
         y = _attention(q, q, q, place(2, 1, 1, q.size(2), dtype=kind))
         self._is_group_first = y.stride(1) < y.stride(2)
         self._weights(model, kind)
-        # Ring index W takes the writes of rows that do not run; slot S is that of unused pieces.
+        # Rows that do not run write to ring index W; unused pieces use slot S.
         self._cache = place(c.n_layer, S + 1, 2 * c.n_kv_head, c.block_size + 1, c.head_dim, dtype=kind)
         self._every_slot = torch.arange(S, device=self._device)
         self._ring = torch.arange(c.block_size, device=self._device)
         self._none, self._failed, self._spare = torch.tensor((NONE, FAILED, c.block_size), device=self._device)
 
-        # What a slot keeps between launches.
+        # The state of each slot between launches, on the device.
         self._last = place(S + 1, dtype=torch.int64)  # the id that the next decode step feeds
         self._sampler = Sampler(S + 1, V, self._device)
 
-        # The host's side of it.
+        # The state of each slot between launches, on the host.
         self._positions = np.zeros(S + 1, dtype=np.int64)
         self._draws = Draws(S)
 
-        # One launch's plan and what it gives, all at fixed addresses.
+        # The plan and the results of one launch, all at fixed addresses.
         self._plan = Plan(self._device, position=(S,), limit=(S,), u=(max(STEPS), S))
         rows = dict.fromkeys(("slot", "start", "count", "chooses", "u"), (BLOCK,))
         self._pieces = Plan(self._device, **rows, ids=(BLOCK, self.piece))
@@ -95,7 +96,7 @@ class CudaRunner(Runner):
         self._piece_logits = place(BLOCK, self.piece, V, dtype=torch.float64)
 
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._has_graphs else None  # one runs after the other
+        self._pool = torch.cuda.graph_pool_handle() if self._has_graphs else None  # shared: graphs run in turn
         self._capture_all()
 
     # -- Runner --
@@ -104,7 +105,7 @@ class CudaRunner(Runner):
         self._sampler.start(slot, params, prompt)
         self._positions[slot] = 0
         self._draws.start(slot, params.seed)
-        self._cache[:, slot] = 0.0  # masked keys and values count 0 times, which not-finite ones would survive
+        self._cache[:, slot] = 0.0  # masked keys and values are multiplied by 0, and 0 times NaN or infinity is NaN
 
     def copy(self, source: int, target: int, length: int) -> None:
         used = min(length, self.config.block_size)
@@ -113,8 +114,8 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def prefill(self, pieces: list[Piece]) -> Callable[[], Outcome]:
-        """A piece begins at a multiple of `self.piece`; longer ones run in several blocks."""
-        parts: list[list[tuple[int, int]]] = []  # blocks of (piece, offset); one piece's come in order
+        """Run pieces that begin at multiples of `self.piece`. Longer pieces run in several blocks."""
+        parts: list[list[tuple[int, int]]] = []  # blocks of (piece, offset); the parts of one piece are in order
         for offset in range(0, max(len(piece.ids) for piece in pieces), self.piece):
             some = [(b, offset) for b, piece in enumerate(pieces) if offset < len(piece.ids)]
             parts += [some[i : i + BLOCK] for i in range(0, len(some), BLOCK)]
@@ -152,7 +153,7 @@ class CudaRunner(Runner):
         size = next(k for k in STEPS if k >= K)
         needs_all = bool(self._sampler.needs_all[slots].any())
         gives = [lambda: self._chosen[:size]]
-        if reports:  # of these rows alone: all slots' are megabytes
+        if reports:  # copy the logits of these rows only, because those of all slots are megabytes
             which = torch.from_numpy(slots[list(reports)])
             gives.append(lambda: self._logits[:K].index_select(1, which.to(self._device, non_blocking=True)))
         wait = self._launch(self._plan, ("decode", size, needs_all), gives)
@@ -198,7 +199,7 @@ class CudaRunner(Runner):
         return self._launch(self._pieces, ("prefill", wants_logits, needs_all), gives)
 
     def _mask(self, guides: dict[int, Guide]) -> None:
-        """Allow in the next launch what the guides allow, by slot."""
+        """Restrict the ids of the next launch to those that the guides allow, by slot."""
         if guides or self._is_masked:
             send(allowed_by(guides, tuple(self._allowed.shape)), self._allowed)
             self._is_masked = bool(guides)
@@ -206,10 +207,10 @@ class CudaRunner(Runner):
     # -- replay --
 
     def _launch(self, plan: Plan, graph: tuple[object, ...], gives: list[Callable[[], Tensor]]) -> Wait:
-        """Replay a graph, and then copy to pinned memory what it gives."""
+        """Replay a graph, then copy its results to pinned memory."""
         self._sampler.send()
         is_cuda = self._device.type == "cuda"
-        # blocking: whoever waits leaves its core to others
+        # blocking: a waiting thread leaves its core to others
         events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)] if is_cuda else []
         if is_cuda:
             events[0].record()
@@ -230,7 +231,7 @@ class CudaRunner(Runner):
         return wait
 
     def _capture_all(self) -> None:
-        self._pieces.tensors["slot"].fill_(self.slots)  # as no slot runs yet, each row writes where nobody reads
+        self._pieces.tensors["slot"].fill_(self.slots)  # no slot runs yet, so every piece writes to the spare slot
         for needs_all in (False, True):
             for size in STEPS:
                 self._capture(("decode", size, needs_all), functools.partial(self._decode, size, needs_all))
@@ -245,7 +246,7 @@ class CudaRunner(Runner):
         with torch.inference_mode():
             stream = _capture_stream(self._device.index or 0)
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # the libraries choose kernels and take memory before the capture
+            with torch.cuda.stream(stream):  # lets the libraries choose kernels and allocate before the capture
                 function()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
@@ -278,7 +279,7 @@ class CudaRunner(Runner):
             cache[self._every_slot, :, index] = kv
             q = q.unflatten(1, (nkv, -1))  # (S, nkv, nh / nkv, hs): heads that share keys form one matrix
             y = _attention(q, cache[:S, :nkv, :W], cache[:S, nkv:, :W], mask)
-            return (y.transpose(1, 2) if self._is_group_first else y).flatten(1)  # as it lies in memory: no copy
+            return (y.transpose(1, 2) if self._is_group_first else y).flatten(1)  # in memory order, without a copy
 
         return attend
 
@@ -292,7 +293,7 @@ class CudaRunner(Runner):
         logits = self._logits_of(last).double()
         chooses = plan["chooses"] > 0
         ids, is_finite = self._sampler.choose(logits, slot, plan["u"], self._allowed[slot], needs_all)
-        # A piece before the last one, or of a text that is only scored, tells of a failure by its logits.
+        # Pieces that choose no id report a failure by their logits.
         self._first.copy_(torch.where(chooses, torch.where(is_finite, ids, self._failed), self._none))
         self._last.index_copy_(0, slot, torch.where(chooses, ids, self._last[slot]))
         if needs_all:
@@ -319,7 +320,7 @@ class CudaRunner(Runner):
             keys_values = torch.cat((cache[slot, :, :W], kv.transpose(1, 2)), dim=2)  # (R, 2nkv, W + T, hs)
             k, v = keys_values[:, :nkv], keys_values[:, nkv:]
             group = nh // nkv
-            # (R, nkv, group · T, hs): the queries of a group are further rows of its matrix
+            # (R, nkv, group · T, hs): the queries of a group form the rows of one matrix
             q = q.permute(0, 2, 3, 1, 4).reshape(R, nkv, group * T, c.head_dim)
             y = _attention(q, k, v, mask.repeat(1, 1, group, 1))
             cache[slot[:, None], :, index] = kv
@@ -332,20 +333,20 @@ class CudaRunner(Runner):
     def _forward(
         self, ids: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """States (N, C) of ids (N,); attend(layer, q (N, nh, hs), kv (N, 2nkv, hs)) -> (N, C)."""
+        """Return the states (N, C) of ids (N,); attend(layer, q (N, nh, hs), kv (N, 2nkv, hs)) -> (N, C)."""
         c = self.config
         heads, half = c.n_head + c.n_kv_head, c.head_dim // 2
-        # The gains of QK-norm, taken into the rotation for all layers at once: x · g is rotated to x · (g · cos) + …
+        # Multiply the gains of QK-norm into the rotation, for all layers at once: x · g rotates to x · (g · cos) + …
         cos, sin = cos * self._gain, sin * self._rolled_gain  # (L, N, nh + nkv, hs)
         x = self._embedding[ids]
         for i, layer in enumerate(self._layers):
             h = torch.rms_norm(x, (c.n_embd,), layer["attn_norm.weight"], c.norm_eps)
             qkv = (h @ layer["attn.qkv.weight"]).view(len(x), -1, c.head_dim)  # (N, nh + 2nkv, hs)
-            # Of the values too, for nothing: the norm of a part would copy it first.
+            # The norm includes the values, whose result is unused, because the norm of a part would copy it first.
             qk = torch.rms_norm(qkv, (c.head_dim,), None, c.norm_eps)[:, :heads]
             torch.addcmul(qk * cos[i], qk.roll(half, dims=-1), sin[i], out=qkv[:, :heads])
             y = attend(i, qkv[:, : c.n_head], qkv[:, c.n_head :])
-            x.addmm_(y, layer["attn.proj.weight"])  # in place: into a new tensor it would copy x first
+            x.addmm_(y, layer["attn.proj.weight"])  # in place, because a new tensor would need a copy of x
             h = torch.rms_norm(x, (c.n_embd,), layer["mlp_norm.weight"], c.norm_eps)
             gate, up = (h @ layer["mlp.gate_up.weight"]).chunk(2, dim=1)
             x.addmm_(F.silu(gate) * up, layer["mlp.proj.weight"])
@@ -365,7 +366,7 @@ class CudaRunner(Runner):
 
         weights = model.state_dict()
         blocks = [block.state_dict() for block in model.blocks]
-        if self._is_group_first:  # the inputs of `proj`, (nkv · group · hs), are to come as attention leaves them
+        if self._is_group_first:  # `proj` takes its inputs (nkv · group · hs) in the order of attention's output
             for block in blocks:
                 by_head = block["attn.proj.weight"].view(c.n_embd, c.n_kv_head, -1, c.head_dim)
                 block["attn.proj.weight"] = by_head.transpose(1, 2).reshape(c.n_embd, -1)
@@ -379,9 +380,9 @@ class CudaRunner(Runner):
 
 
 class Plan:
-    """What a launch runs: written by the host, sent in one copy, read by kernels at fixed addresses.
+    """The plan of a launch: the host writes it and sends it in one copy, and kernels read it at fixed addresses.
 
-    Fields and their shapes: int64, but for the draws `u`, fp64.
+    shapes: the shape of each field. Fields are int64, except for the draws `u`, which are fp64.
     """
 
     def __init__(self, device: torch.device, **shapes: tuple[int, ...]):
@@ -403,12 +404,12 @@ class Plan:
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all models of a process: the libraries keep a workspace per stream."""
+    """Return one stream for all models of a process, because the libraries keep a workspace per stream."""
     return torch.cuda.Stream(device)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """On a GPU by one of two kernels whose sums have an order that is known not to depend on the batch."""
+    """Attend; on a GPU, use only the two kernels whose order of summation is known not to depend on the batch."""
     if not q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):

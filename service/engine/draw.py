@@ -1,12 +1,12 @@
-"""Exact answers under a condition: free candidates, and the first ones that match.
+"""Exact answers under a condition, by rejection sampling.
 
-A mask excludes at each step what can no longer match, and so draws from another distribution than the model's. Here the
-model chooses freely. A candidate is dropped at the first character after which no match can follow, so an answer is a
-draw from p(text | the condition) (rejection sampling). It costs 1 / acceptance candidates.
+A mask excludes characters that can no longer lead to a match, so masked text follows another distribution than the
+model's. A draw lets the model choose freely instead. It drops a candidate at the first character after which no match
+can follow. An answer is therefore a draw from p(text | the condition), and costs 1 / acceptance candidates on average.
 
-Candidates are numbered, and each has a seed that follows from the draw's seed and its number. The answers are the first
-ones that match in the order of these numbers. So they are the same whatever else runs, and whichever candidate ends
-first.
+Candidates are numbered, and the seed of each is computed from the draw's seed and its number. The answers are the first
+matching candidates in the order of these numbers. The answers therefore depend neither on other requests nor on the
+order in which candidates end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from service.engine.sequence import Sequence
 from service.wire import Answer, Delta, Drawn, FinishReason, Logprobs, Submit
 
 _MASK = 2**64 - 1
-SEED_BITS = 52  # of a candidate's seed, so that JavaScript reads it as it is
+SEED_BITS = 52  # bits of a candidate's seed, so that JavaScript reads it exactly
 
 
 def candidate_seed(seed: int, number: int) -> int:
-    """Of a draw's candidate. Candidate 0 has the draw's own: with its seed, an answer is drawn again at once."""
+    """Return the seed of a draw's candidate.
+
+    Candidate 0 has the draw's own seed, so a draw with the seed of an answer finds this answer at once.
+    """
     if number == 0:
         return seed
     z = (seed + number * 0x9E3779B97F4A7C15) & _MASK  # splitmix64 (Steele, Lea & Flood 2014)
@@ -37,15 +40,15 @@ def candidate_seed(seed: int, number: int) -> int:
 
 
 class Candidate(Sequence):
-    """A sequence whose pattern is followed, and masks nothing unless it has a single match.
+    """A sequence that follows its pattern without masking, unless the pattern has a single match.
 
-    forced: ids at the end of its prompt that belong to the text, as every match begins with them.
+    forced: the number of ids at the end of its prompt that belong to the text, because every match begins with them.
     """
 
     def __init__(self, request: Submit, draw: Draw, number: int, forced: int, now: float, receptive_field: int):
         super().__init__(request, now, receptive_field)
         self.draw, self.number, self.num_forced = draw, number, forced
-        self.notable = None  # each id needs a look
+        self.notable = None  # `extend` examines each id
         if self.guide is not None:
             self.guide.masks = draw.is_certain
             self.guide.remaining += forced
@@ -54,12 +57,12 @@ class Candidate(Sequence):
 
     @property
     def num_drawn(self) -> int:
-        """Characters that were chosen until it was decided."""
+        """The number of characters that the model chose, with the one that the pattern refused."""
         return self.num_completion_tokens + (self.refused is not None)
 
     @property
     def text(self) -> list[int]:
-        """The ids of the answer that it gives if it matches."""
+        """The ids of the candidate's text, which is an answer if it matches."""
         start, end = len(self.request.prompt) - self.num_forced, len(self.ids) - self.num_cut
         return self.ids[start:end]
 
@@ -71,16 +74,16 @@ class Candidate(Sequence):
 
 
 class _Result(NamedTuple):
-    """Of a candidate that has ended."""
+    """The result of a candidate that has ended."""
 
     characters: int
-    distance: int | None  # to a match; None: unknown
-    length: int  # in the pattern
-    answer: tuple[Answer, list[int], Logprobs | None] | None  # None: dropped
+    distance: int | None  # characters to the nearest match; None: unknown
+    length: int  # characters of its text
+    answer: tuple[Answer, list[int], Logprobs | None] | None  # None: the candidate did not match
 
 
 class Draw:
-    """One request for exact answers: which candidates run next, and which of them are answers."""
+    """One request for exact answers; it decides which candidates run next, and which of them are answers."""
 
     def __init__(self, request: Submit, arrived_at: float, receptive_field: int):
         assert request.draw is not None
@@ -88,26 +91,27 @@ class Draw:
         self.deadline = arrived_at + request.timeout_seconds
         self.running: dict[int, Candidate] = {}  # by number
         self.drawn = Drawn()
-        self.num_run = 0  # characters of prompts and candidates, with those that decided nothing
-        self.scheduled_at = self.prefilled_at = math.nan  # of the first candidate whose prompt has run
+        self.num_run = 0  # prompt and candidate characters that ran, including candidates that were given up
+        self.scheduled_at = self.prefilled_at = math.nan  # times of the first candidate whose prompt has run
         self.is_timed = False
         self.is_finished = False
         self._receptive_field = receptive_field
         self._next = 0  # number of the next candidate
-        self._results: dict[int, _Result] = {}  # that are not decided, by number
-        self._num_ended = self._num_matched = 0  # of all that ended, decided or not
-        self._ids: list[int] = []  # of answers that were not emitted, with …
+        self._results: dict[int, _Result] = {}  # undecided results, by candidate number
+        self._num_ended = self._num_matched = 0  # candidates that ended, and those that matched, decided or not
+        # Answers that were not emitted yet, with their ids and log-probabilities.
+        self._ids: list[int] = []
         self._answers: list[Answer] = []
         self._logprobs: Logprobs | None = None if request.logprobs is None else Logprobs()
-        self._num_emitted = 0  # ids
-        self.is_certain = False  # the pattern has a single match, so its mask changes no distribution
+        self._num_emitted = 0  # ids emitted
+        self.is_certain = False  # whether the pattern has a single match; its mask then changes no distribution
         self._forced: list[int] = []
         self._template = msgspec.structs.replace(request, draw=None, min_tokens=0, timeout_seconds=math.inf)
         guide = Sequence(self._template).guide
         if guide is not None:
             forced = guide.forced()
             self.is_certain = all(map(guide.push, forced)) and guide.must_end
-            # Penalties count what was generated, so what is forced must be.
+            # Penalties count generated characters, so with penalties the forced ones must be generated too.
             if not self.is_certain and not request.sampling.needs_history:
                 self._forced = forced[: request.max_tokens - 1]
         if self._forced:
@@ -118,7 +122,10 @@ class Draw:
 
     @property
     def wants_more(self) -> bool:
-        """Whether another candidate should run: as many as are likely to give what is missing, at the same time."""
+        """Whether another candidate should start.
+
+        So many run at the same time as are likely to give the missing answers at the present rate of matches.
+        """
         missing = self.limits.answers - self._num_matched
         if missing <= 0 or self.is_finished or self._next == self.limits.max_candidates:
             return False
@@ -129,7 +136,7 @@ class Draw:
         return self._num_matched - self.drawn.matches
 
     def next(self, id: int, now: float) -> Candidate:
-        """The next candidate, as the sequence `id`."""
+        """Return the next candidate, a sequence with the id `id`."""
         number, template = self._next, self._template
         sampling = msgspec.structs.replace(template.sampling, seed=candidate_seed(template.sampling.seed, number))
         request = msgspec.structs.replace(template, id=id, sampling=sampling, must_run=number > 0 or template.must_run)
@@ -139,7 +146,7 @@ class Draw:
         return candidate
 
     def ended(self, candidate: Candidate) -> list[Candidate]:
-        """Take in a candidate that has ended; returns those that still run in vain."""
+        """Record the result of a candidate that has ended. Return the running candidates that are no longer needed."""
         self.running.pop(candidate.number, None)
         self.count(candidate)
         if self.is_finished:
@@ -170,7 +177,7 @@ class Draw:
         return logprobs.take(len(candidate.text))
 
     def count(self, candidate: Candidate) -> None:
-        """Count what a candidate that leaves has run."""
+        """Count the characters that a candidate has run, when it leaves."""
         self.num_run += candidate.num_run + candidate.num_drawn
 
     def _decide(self) -> None:
@@ -196,7 +203,7 @@ class Draw:
             )
 
     def delta(self, now: float, reason: FinishReason | None = None) -> Delta | None:
-        """What is new; None: nothing. reason: why it ends early."""
+        """Return what has changed since the last delta, or None. `reason` says why the draw ends early, if it does."""
         if self.is_finished and reason is None:
             reason = "stop"
         is_prefilled = not math.isnan(self.prefilled_at)
@@ -223,7 +230,11 @@ class Draw:
 
 
 def shared_out(draws: Iterable[Draw], room: int) -> Iterator[Draw]:
-    """Whose candidate starts next, `room` of them: of the client that runs the fewest, by weight. Each draw has one."""
+    """Yield, one after another, the draws that start a candidate in `room` free slots.
+
+    The client that runs the fewest candidates for its weight comes first. A draw without a candidate gets one even if
+    there is no room.
+    """
     numbers: Counter[str] = Counter()
     for draw in draws:
         numbers[draw.request.client] += len(draw.running)

@@ -1,9 +1,10 @@
-"""The backend "torch": GPT, KVCache and the reference sampler, run eagerly on any device.
+"""The backend "torch": it runs GPT, KVCache and the reference sampler eagerly on any device.
 
-A decode step covers the cache slots 0 … the highest one asked for, as one slice, if it asks for half of them or more;
-rows in between compute what nobody reads. Fewer slots are gathered. Kernels round differently at different batch sizes:
-in float64, the default, a choice that this could change occurs about once in 10¹²; in float32 and bfloat16 a text may
-depend on what runs beside it.
+If a call decodes at least half of the cache slots up to the highest one, each step runs slots 0 to that one as one
+slice, and discards the results of the other rows. Otherwise it gathers the slots.
+
+Kernels round differently at different batch sizes. In float64, the default, this could change about one choice in
+10¹². In float32 and bfloat16, a text may depend on the other sequences in its batch.
 
 Letters: B rows, K steps, T characters, V vocab_size.
 """
@@ -27,7 +28,7 @@ from service.wire import Logprobs
 
 
 class TorchRunner(Runner):
-    """`model` is copied in `dtype` to `device`."""
+    """Runs a copy of `model` in `dtype` on `device`."""
 
     backend = "torch"
 
@@ -51,7 +52,7 @@ class TorchRunner(Runner):
 
     @torch.inference_mode()
     def prefill(self, pieces: list[Piece]) -> Outcome:
-        """Pieces are padded to the longest of a forward, at most to twice their length."""
+        """Run pieces in forwards of similar lengths, padding each to at most twice its length."""
         ids = np.full((len(pieces), 1), NONE, dtype=np.int32)
         reports: dict[int, Logprobs] = {}
         left = sorted(range(len(pieces)), key=lambda b: len(pieces[b].ids))
@@ -82,7 +83,7 @@ class TorchRunner(Runner):
         self, slots: np.ndarray, steps: np.ndarray, guides: Mapping[int, Guide] = {}, reports: Mapping[int, Report] = {}
     ) -> Outcome:
         B, K, width = len(slots), int(steps.max()), int(slots.max()) + 1
-        # The rows of the forward by slot, and the forward's row of each of ours.
+        # The slots that the forward runs, and the row of each requested slot in the forward.
         which, places = (np.arange(width), slots) if width <= 2 * B else (slots, np.arange(B))
         ids = np.full((B, K), NONE, dtype=np.int32)
         u = self._draws.take(slots, steps)
@@ -102,9 +103,9 @@ class TorchRunner(Runner):
         return Outcome(ids, found)
 
     def _choose(self, logits: Tensor, slots: np.ndarray, u: np.ndarray, guides: Mapping[int, Guide]) -> np.ndarray:
-        """An id or FAILED for each row, (B,), from logits (B, V) fp64, draws u (B,) and guides by row.
+        """Choose an id for each row from logits (B, V) fp64, draws u (B,) and guides by row. Return (B,) ids or FAILED.
 
-        The id is fed to the slot's next step, and counted.
+        Count the id for the penalties, and record it as the input of the slot's next step.
         """
         allowed = torch.from_numpy(allowed_by(guides, tuple(logits.shape))) if guides else None
         self._sampler.send()

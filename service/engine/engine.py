@@ -1,7 +1,7 @@
 """Continuous batching over cache slots: submit, abort, step.
 
-Ids only: the engine knows nothing of text, HTTP, LitServe or tensors. It is synchronous and not thread-safe; its owner
-calls `step` while `has_work`.
+The engine handles ids only; it knows nothing about text, HTTP, LitServe or tensors. It is synchronous and not
+thread-safe. Its owner calls `step` while `has_work` is true.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from service.words import plural
 
 logger = logging.getLogger(__name__)
 
-MIN_STEPS = 8  # of a call over more than CACHED_ROWS rows, where nobody waits for its end
+MIN_STEPS = 8  # steps that a call over more than CACHED_ROWS rows aims at if no prompt waits for its end
 CACHED_ROWS = 16
-MAX_AHEAD = 32  # steps of a call in which a stop may end a text: what lies behind the stop is lost
-MAX_FAILURES = 16  # calls of the runner in a row that gave nothing of use, after which it counts as broken
+MAX_AHEAD = 32  # the most steps of a call in which a stop may end a text; characters after the stop are lost
+MAX_FAILURES = 16  # the runner counts as broken after so many failed calls in a row
 
 
 class BrokenRunnerError(Exception):
-    """Every recent call of the runner failed, whatever it ran: only a new process may help."""
+    """Every recent call of the runner failed; only a new process may help."""
 
 
 class StepStats:
-    """What one engine step did, and the seconds of its phases: schedule, decode, prefill, update."""
+    """Counts of one engine step, and the seconds of its phases: schedule, decode, prefill, update."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self.started_at = self.ended_at = clock()
         self.phases: dict[str, float] = {}
         self.num_prefill_tokens = 0
-        self.num_copied_tokens = 0  # of prompts: keys and values came from another slot
+        self.num_copied_tokens = 0  # prompt characters whose keys and values were copied from another slot
         self.num_decode_rows = 0
-        self.num_decode_steps = 0  # of the longest row
+        self.num_decode_steps = 0  # steps of the row with the most steps
         self.num_decode_tokens = 0
-        self.num_dropped_tokens = 0  # chosen beyond a stop
-        self.num_candidates = 0  # of exact answers, that ended
-        self.num_matches = 0  # of these
+        self.num_dropped_tokens = 0  # characters chosen after a stop or after the sequence had ended
+        self.num_candidates = 0  # candidates of exact answers that ended
+        self.num_matches = 0  # candidates that matched
         self.num_candidate_tokens = 0
 
     @property
@@ -58,7 +58,7 @@ class StepStats:
         return self.ended_at - self.started_at
 
     def lap(self, phase: str) -> float:
-        """Count the time since the last lap as part of `phase`, and return it; `ended_at` becomes now."""
+        """Add the seconds since the last lap to `phase`, set `ended_at` to now, and return these seconds."""
         now = self._clock()
         seconds = now - self.ended_at
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
@@ -67,15 +67,15 @@ class StepStats:
 
 
 class Cost:
-    """Seconds of a call as a function of its size: fixed + each · size, fitted to recent calls.
+    """The seconds of a call as a function of its size: fixed + each · size, fitted to recent calls.
 
-    Weighted least squares; a call weighs half as much 16 calls later. One call that takes far longer than expected
-    counts as twice the expectation: the machine did something else. Where sizes vary too little for the noise of the
-    times, nothing is taken for fixed.
+    The fit is by weighted least squares; a call weighs half as much 16 calls later. If one call takes more than twice
+    as long as expected, it counts as twice the expectation, because the machine probably did something else. If the
+    sizes vary too little for the noise of the times, `fixed` is 0.
     """
 
     DECAY = 2 ** (-1 / 16)
-    CLEAR = 0.05  # the largest standard error of `each` that counts as known, as a part of seconds ÷ size
+    CLEAR = 0.05  # the slope is used if its standard error is at most this fraction of seconds ÷ size
 
     def __init__(self, each: float):
         self.fixed, self.each = 0.0, each  # a first guess
@@ -86,12 +86,12 @@ class Cost:
         return self.fixed + self.each * size
 
     def size_for(self, seconds: float) -> int:
-        """The size that takes `seconds`, or the one at which half of the time is not fixed, if that is larger."""
+        """Return the size that takes `seconds`, but at least the size whose variable part takes as long as `fixed`."""
         return int(max(seconds - self.fixed, self.fixed) / self.each)
 
     def observe(self, size: float, seconds: float) -> None:
         ratio = seconds / self.seconds(size)
-        if self._sums[0]:  # else there is nothing to expect yet
+        if self._sums[0]:  # the first call has no expectation
             seconds *= min(1.0, max(2.0, self._last_ratio) / ratio) if ratio > 2.0 else 1.0
         self._last_ratio = ratio
         new = (1.0, size, size * size, seconds, size * seconds, seconds * seconds)
@@ -103,28 +103,30 @@ class Cost:
             noise = tt - t * t - slope * (nt - n * t)
             if noise <= (self.CLEAR * each) ** 2 * variance * w:
                 each = slope
-        self.each = max(1e-9, 0.1 * t / n, min(each, t / n))  # a slope from noise would be far off elsewhere
+        self.each = max(1e-9, 0.1 * t / n, min(each, t / n))  # a slope fitted to noise would mislead at other sizes
         self.fixed = max(0.0, t - self.each * n)
 
 
 class Batch(NamedTuple):
-    """One call of the runner, which may be under way: decode steps of B sequences, or the next pieces of B prompts."""
+    """One call of the runner, which may still run: decode steps of B sequences, or the next pieces of B prompts."""
 
     sequences: list[Sequence]
     wait: Callable[[], Outcome]
-    seconds: float  # of the call, unless the outcome has its own
-    steps: list[int] = []  # of each row, if it decodes
-    is_end: list[bool] = []  # a row then has all it may have
+    seconds: float  # the time of the call; an outcome with its own time overrides it
+    steps: list[int] = []  # the steps of each row, if the call decodes
+    is_end: list[bool] = []  # whether each row then has max_tokens characters, if the call decodes
     pieces: list[Piece] = []
 
 
 class Engine:
-    """Runs a model over many sequences at once, as many as the runner has slots.
+    """Runs a model over as many sequences at once as the runner has slots.
 
-    max_running: sequences that one client can run, as many as the runner has slots by default; the other slots are for
-    clients that run less than their share (scheduler.py). is_fair=False takes all sequences for one client's.
-    max_waiting: further sequences in the queue; step_seconds: how long a step should take, which bounds how long a
-    prompt holds up the streams beside it and how long an arrival waits.
+    max_running: the number of sequences that one client can run; by default, the runner's number of slots. The other
+        slots are for clients that run fewer sequences than their share (scheduler.py).
+    max_waiting: the limit of the queue.
+    is_fair: if False, all sequences count as one client's.
+    step_seconds: the target time of a step. It bounds how long a prompt delays running streams, and how long a new
+        request waits for the next step.
     """
 
     def __init__(
@@ -145,22 +147,23 @@ class Engine:
             max_running, max_waiting, runner.config, runner.piece, reserve=runner.slots - max_running, is_fair=is_fair
         )
         self.runner = runner
-        self.stats = StepStats(clock)  # of the last step
-        self._decode_cost = Cost(each=step_seconds)  # of one step, by rows; the first call has one step
+        self.stats = StepStats(clock)  # statistics of the last step
+        self._decode_cost = Cost(each=step_seconds)  # cost of one step, by rows; the first call has one step
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
-        self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
-        self._turn, self._decoded_at = 0, np.zeros(runner.slots, np.int64)  # calls of clients that share; by slot
-        # By client: rows times steps that the calls before the last one left out, and the rows that the last one did.
+        self._ended: list[Delta] = []  # deltas that the current step returns, or the next one
+        # The number of decode calls in which clients took turns, and by slot the last such call that ran it.
+        self._turn, self._decoded_at = 0, np.zeros(runner.slots, np.int64)
+        # By client: rows times steps that earlier calls still owe it, and the rows that the last call owes it.
         self._owed: dict[str, tuple[float, float]] = {}
         self._num_steps_last = 0
-        self._debts: dict[str, float] = {}  # by client: seconds of starting candidates, beside others, that it owes
-        self._paid: dict[str, float] = {}  # by client: rows that the next call leaves out for that
-        self._num_paid_steps = 1  # of the last call
-        self._submitted: Callable[[], Sequence | None] = lambda: None  # the last one, while something else keeps it
-        self._in_flight: list[Batch] = []  # launched by the last step, if the runner is asynchronous
-        self._num_failures = 0  # calls in a row
-        self.draws: dict[int, Draw] = {}  # that have not ended, by id
-        self._candidate_ids = itertools.count(-1, -1)  # negative: no request's sequence has one
+        self._debts: dict[str, float] = {}  # by client: seconds of starting candidates that it owes other clients
+        self._paid: dict[str, float] = {}  # by client: rows that it gives up in the next call to pay for that
+        self._num_paid_steps = 1  # decode steps of the last call
+        self._submitted: Callable[[], Sequence | None] = lambda: None  # weak reference to the last submitted sequence
+        self._in_flight: list[Batch] = []  # calls that the last step launched, if the runner is asynchronous
+        self._num_failures = 0  # failed calls in a row
+        self.draws: dict[int, Draw] = {}  # running draws, by id
+        self._candidate_ids = itertools.count(-1, -1)  # negative, because requests' ids are not
 
     @property
     def has_work(self) -> bool:
@@ -168,14 +171,14 @@ class Engine:
 
     @property
     def ids(self) -> list[int]:
-        """Of what was submitted and has not ended."""
+        """The ids of submitted sequences and draws that have not ended."""
         return [*self.draws, *(it.id for it in self.scheduler if not isinstance(it, Candidate))]
 
     def submit(self, request: Submit) -> Sequence:
         """Queue a sequence, or the first candidate of a draw.
 
         Raises:
-            BusyError: its client has no free slot and no place in the queue; nothing was queued.
+            BusyError: the client can use no free slot, and the queue is full for it. Nothing was queued.
         """
         if (before := self._submitted()) is not None:
             share(request, before.request)
@@ -187,26 +190,26 @@ class Engine:
         return sequence
 
     def _begin(self, draw: Draw) -> Sequence:
-        """Raises BusyError: as `submit`."""
+        """Queue the first candidate of a draw. Raise BusyError like `submit`."""
         first = draw.next(next(self._candidate_ids), self.clock())
         self.scheduler.add(first)
         self.draws[draw.id] = draw
         return first
 
     def abort(self, id: int, reason: FinishReason = "abort") -> None:
-        """End a sequence or a draw now; does nothing if it has ended already."""
+        """End a sequence or a draw now. Do nothing if it has ended already."""
         if id in self.draws:
             self._end(self.draws[id], reason)
             return
         sequence = self.scheduler.finish(id, reason)
-        if isinstance(sequence, Candidate):  # it failed
+        if isinstance(sequence, Candidate):  # a candidate failed, so its draw ends
             sequence.draw.count(sequence)
             self._end(sequence.draw, reason)
         elif sequence is not None:
             self._ended.append(self._delta(sequence))
 
     def _end(self, draw: Draw, reason: FinishReason | None = None) -> None:
-        """End a draw, early for a reason, and what still runs of it."""
+        """End a draw and its running candidates. `reason` says why it ends early, if it does."""
         if self.draws.pop(draw.id, None) is None:
             return
         self._give_up(list(draw.running.values()))
@@ -218,17 +221,17 @@ class Engine:
         self._ended.append(delta)
 
     def _give_up(self, candidates: list[Candidate]) -> None:
-        """End candidates that can decide nothing any more."""
+        """End candidates whose results no longer matter."""
         for candidate in candidates:
             if self.scheduler.finish(candidate.id, "abort") is not None:
                 candidate.draw.count(candidate)
             candidate.draw.running.pop(candidate.number, None)
 
     def step(self) -> list[Delta]:
-        """One turn: schedule, launch (some decode steps in one call, then pieces of prompts), finish.
+        """Schedule, launch some decode steps in one call and then pieces of prompts, and finish calls.
 
-        An asynchronous runner is given this turn's launches before the last turn's outcomes are read, so that the
-        device need not wait for the host. What a sequence ran beyond a stop is dropped.
+        With an asynchronous runner, the engine launches this step's calls before it reads the outcomes of the last
+        step's calls, so that the device need not wait for the host. Characters chosen after a stop are dropped.
 
         Raises:
             BrokenRunnerError: MAX_FAILURES calls in a row failed, or gave no finite logits.
@@ -240,7 +243,8 @@ class Engine:
         for draw in [draw for draw in self.draws.values() if draw.deadline <= stats.started_at]:
             self._end(draw, "timeout")
         deltas, self._ended = self._ended, []
-        if scheduler.num_guided and not self.runner.follows_guides:  # whose masks follow from their last characters
+        # The masks of guided rows depend on their last characters.
+        if scheduler.num_guided and not self.runner.follows_guides:
             self._finish(self._in_flight, deltas)
             self._in_flight = []
         decoding = np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0))
@@ -257,7 +261,7 @@ class Engine:
         launched: list[Batch] = []
         if len(slots):
             self._decode(slots, sum(len(piece.ids) for piece in plan.pieces), launched)
-        # A start or a copy that failed has ended its sequence.
+        # A failed start or copy has ended its sequence.
         if pieces := [piece for piece in plan.pieces if not piece.sequence.is_finished]:
             self._prefill(pieces, launched)
         due, self._in_flight = (self._in_flight, launched) if self.runner.is_async else (launched, [])
@@ -270,9 +274,9 @@ class Engine:
         return deltas
 
     def generate(self, requests: Iterable[Submit]) -> list[list[int]]:
-        """Run sequences to their ends and return their completions, in order (offline use).
+        """Run requests to their ends and return their completions in order, for offline use.
 
-        All of them must fit the queue.
+        The queue must have room for all of them.
         """
         completions: dict[int, list[int]] = {}
         for request in requests:
@@ -284,14 +288,16 @@ class Engine:
         return list(completions.values())
 
     def _share(self, slots: np.ndarray) -> np.ndarray:
-        """Of the slots that decode (B,), those whose turn it is, so that clients share the time by weight, whatever
-        number of sequences each has.
+        """Choose which of the decoding slots (B,) run in the next call.
 
-        The client with the fewest rows for its weight has all of them in each call. The call takes so many of the
-        others' that its time is that of these rows alone, divided by that client's part of all weights. The sequences
-        of the others take turns. A sequence whose stop pattern keeps the host busy counts as several rows. What
-        candidates take besides decoding counts in their client's part: thousands that end after a character would
-        otherwise take most of the time. A client that owes for them leaves some of its rows to the others.
+        Clients share the time by weight, however many sequences each client has. The client with the fewest rows for
+        its weight runs all of them in each call. The time of the call is the time of these rows alone, divided by that
+        client's part of all weights; so many rows of other clients fit. The sequences of the other clients take turns.
+        A sequence whose stop pattern keeps the host busy counts as several rows.
+
+        The time that candidates take besides decoding counts towards their client's part. Otherwise thousands of
+        candidates that end after one character would take most of the time. A client that owes time for its candidates
+        leaves some of its rows to the others.
         """
         self._paid.clear()
         if len(slots) + len(self._debts) < 2 or not self.scheduler.is_fair:
@@ -335,14 +341,14 @@ class Engine:
                 owed, left = before.get(name, (0.0, 0.0))
                 owed += left * self._num_steps_last
                 extra = owed / self._num_steps(len(chosen) + 1, 0)
-                its_slots.sort(key=self._decoded_at.__getitem__, reverse=True)  # the last one has waited longest
+                its_slots.sort(key=self._decoded_at.__getitem__, reverse=True)  # the slot that waited longest is last
                 while its_slots and times[its_slots[-1]] <= room + extra + 1e-9:
                     chosen.append(slot := its_slots.pop())
                     room -= times[slot]
                 self._owed[name] = owed, room
             else:
                 chosen += its_slots
-        if not chosen:  # all that decode owe: waiting would pay nothing
+        if not chosen:  # every decoding client owes time, and leaving out all rows would repay nobody
             self._debts.clear()
             self._paid.clear()
             return slots
@@ -351,7 +357,7 @@ class Engine:
         return np.array(sorted(chosen))
 
     def _owe(self, pieces: list[Piece]) -> None:
-        """Count what candidates took besides decoding, in a step in which others may have decoded too."""
+        """Charge clients for the time that their candidates took besides decoding, in a step that decodes."""
         drawing = {draw.request.client for draw in self.draws.values()}
         clients = [piece.sequence.request.client for piece in pieces if isinstance(piece.sequence, Candidate)]
         seconds = sum(self.stats.phases.get(phase, 0.0) for phase in ("schedule", "prefill", "update"))
@@ -359,7 +365,7 @@ class Engine:
             self._debts[client] = self._debts.get(client, 0.0) + seconds * clients.count(client) / len(pieces)
 
     def _settle(self, weights: dict[str, float]) -> None:
-        """Let clients owe only what they took beyond the one that took the least, by weight: it owes nothing."""
+        """Subtract from all debts, by weight, the debt of the client that owes the least, so that it owes nothing."""
         least = min((self._debts.get(name, 0.0) / weight for name, weight in weights.items()), default=0.0)
         for name in list(self._debts):
             self._debts[name] -= least * weights[name]
@@ -367,13 +373,13 @@ class Engine:
                 del self._debts[name]
 
     def _pay(self, client: str, rows: float) -> float:
-        """How many rows of its part of the next call a client leaves to others, for what it owes."""
+        """Return how many rows of its part of the next call a client leaves to others to pay its debt."""
         debt = self._debts.get(client, 0.0)
         paid = self._paid[client] = min(rows, debt / (self._decode_cost.each * self._num_paid_steps))
         return paid
 
     def _paid_for(self, steps: int) -> None:
-        """A call of so many steps runs without the rows that were left to others."""
+        """Reduce the debts: a call of `steps` steps runs without the rows that clients left to others."""
         self._num_paid_steps = steps
         for client, rows in self._paid.items():
             self._debts[client] = self._debts.get(client, 0.0) - rows * self._decode_cost.each * steps
@@ -382,17 +388,21 @@ class Engine:
         self._paid.clear()
 
     def _prefill_budget(self, rows: int) -> int:
-        """Prompt characters of a step that decodes `rows`: half of its time, or what one decode step leaves of it."""
+        """Return the budget of prompt characters for a step that decodes `rows`.
+
+        If nothing decodes, prompts get `step_seconds`; otherwise half of it, or the time of one decode step if longer.
+        """
         decoding = self._decode_cost.seconds(rows) if rows else 0.0
         seconds = self.step_seconds if not rows else max(0.5 * self.step_seconds, decoding)
         return max(MIN_PREFILL, self._prefill_cost.size_for(seconds))
 
     def _num_steps(self, rows: int, num_prompt: int) -> int:
-        """Decode steps of a call over `rows`, beside `num_prompt` characters of prompts.
+        """Return the number of decode steps of a call over `rows` in a step that runs `num_prompt` prompt characters.
 
-        Alone, as many as fit `step_seconds`; of many rows MIN_STEPS, in which each stays in the cache, even if they
-        take up to three times as long. Beside prompts, as many as fit the time that these take, so that neither stalls
-        the other.
+        Without prompts, return as many as fit `step_seconds`. More than CACHED_ROWS rows get up to MIN_STEPS steps,
+        in which each row stays in the cache, if these take at most three times `step_seconds`. With prompts, return as
+        many as fit the time of the prompts, or half of `step_seconds` if that is shorter, so that neither stalls the
+        other.
         """
         seconds, limit = self._decode_cost.seconds(rows), self.step_seconds
         if num_prompt:
@@ -415,18 +425,18 @@ class Engine:
                     self.stats.num_copied_tokens += found.length
 
     def _decode(self, slots: np.ndarray, num_prompt: int, launched: list[Batch]) -> None:
-        """Launch the sequences in `slots` (B,), beside `num_prompt` characters of prompts."""
+        """Launch decode steps of the sequences in `slots` (B,) in a step that runs `num_prompt` prompt characters."""
         scheduler, stats = self.scheduler, self.stats
         sequences = [sequence for slot in slots.tolist() if (sequence := scheduler.by_slot[slot]) is not None]
         with self._isolated(sequences):
             guides = {b: guide for b, sequence in enumerate(sequences) if (guide := sequence.guide) is not None}
             reports = {b: report for b, sequence in enumerate(sequences) if (report := sequence.report) is not None}
-            # Where a guided row takes one step per call, all do: beside rows of K steps it would wait for all K after
-            # each character, so that its own text would be up to K times slower.
+            # If a guided row can take only one step per call, all rows take one step. In a call of K steps it would
+            # wait for all K after each character, and its text would be up to K times slower.
             is_slow = scheduler.num_guided and not self.runner.follows_guides
             steps = np.minimum(1 if is_slow else self._num_steps(len(slots), num_prompt), scheduler.num_left[slots])
             if steps.max() > MAX_AHEAD and any(sequence.may_stop for sequence in sequences):
-                steps = np.minimum(steps, MAX_AHEAD)  # of all, as above
+                steps = np.minimum(steps, MAX_AHEAD)  # for all rows, for the same reason
             self._paid_for(int(steps.max()))
             wait = self.runner.decode(slots, steps, guides, reports)
             scheduler.decoded(slots, steps)
@@ -447,7 +457,7 @@ class Engine:
             launched.append(Batch(sequences, wait, self.stats.lap("prefill"), pieces=pieces))
 
     def _finish(self, batches: list[Batch], deltas: list[Delta]) -> None:
-        """Wait for calls, update their sequences and add the deltas."""
+        """Wait for calls, update their sequences, and append the deltas."""
         for batch in batches:
             with self._isolated(batch.sequences):
                 outcome = batch.wait()
@@ -455,7 +465,7 @@ class Engine:
                 if batch.pieces:
                     self._prefill_cost.observe(sum(len(piece.ids) for piece in batch.pieces), seconds)
                 else:
-                    run = is_chosen.sum(axis=1)  # steps of each row
+                    run = is_chosen.sum(axis=1)  # steps that each row ran
                     longest = max(1, int(run.max()))
                     self._decode_cost.observe(max(1, int(run.sum()) / longest), seconds / longest)
                 self.stats.lap("prefill" if batch.pieces else "decode")
@@ -463,7 +473,7 @@ class Engine:
                 self.stats.lap("update")
 
     def _update(self, batch: Batch, outcome: Outcome, is_chosen: np.ndarray, deltas: list[Delta]) -> None:
-        """Add what each row chose to its sequence; a row may have chosen less than it was launched for."""
+        """Add the chosen ids of each row to its sequence; a row may have run fewer steps than were launched."""
         rows: list[list[int]] = outcome.ids.tolist()
         for b in np.flatnonzero(~is_chosen.all(axis=1)).tolist():
             del rows[b][is_chosen[b].argmin() :]
@@ -475,7 +485,7 @@ class Engine:
         self._ran(well=len(failed) < len(rows))
         for b, (sequence, ids) in enumerate(zip(batch.sequences, rows, strict=True)):
             report = outcome.reports.get(b)
-            if sequence.finish_reason is not None:  # since this was launched
+            if sequence.finish_reason is not None:  # the sequence ended after this call was launched
                 self.stats.num_dropped_tokens += len(ids)
             elif batch.pieces or b in failed or not sequence.extend_simply(ids):
                 self._take(sequence, ids, report, batch.pieces[b] if batch.pieces else None, b in failed)
@@ -485,7 +495,7 @@ class Engine:
                     self._update_draw(sequence)
                     continue
                 delta = self._delta(sequence)
-                is_timed = delta.prefilled_at is not None  # though its first character may begin a stop
+                is_timed = delta.prefilled_at is not None  # the first character may be held back as part of a stop
                 if delta.ids or delta.prompt_logprobs is not None or is_timed or sequence.is_finished:
                     deltas.append(delta)
             else:
@@ -498,7 +508,7 @@ class Engine:
                 deltas.append(delta)
 
     def _update_draw(self, candidate: Candidate) -> None:
-        """A candidate has run on."""
+        """Update the draw of a candidate that has run further."""
         draw, stats = candidate.draw, self.stats
         if candidate.prefilled_at is not None and not draw.is_timed:
             draw.scheduled_at, draw.prefilled_at = candidate.scheduled_at, candidate.prefilled_at
@@ -518,7 +528,7 @@ class Engine:
     def _take(
         self, sequence: Sequence, ids: list[int], report: Logprobs | None, piece: Piece | None, has_failed: bool
     ) -> None:
-        """Extend a sequence, of which a piece of its prompt may have run, by chosen ids and log-probabilities."""
+        """Extend a sequence by chosen ids and log-probabilities, after decode steps or after a piece of its prompt."""
         if piece is not None:
             if piece.is_last:
                 sequence.prefilled_at = self.stats.ended_at
@@ -531,7 +541,7 @@ class Engine:
         num_taken = sequence.extend(ids)
         if report is not None:
             sequence.unemitted_logprobs.extend(report.part(0, num_taken))
-        if sequence.guide is None:  # a guide refuses the id that ends its text
+        if sequence.guide is None:  # with a guide, the difference is the id that ends the text, which it refuses
             self.stats.num_dropped_tokens += len(ids) - num_taken
         if has_failed and not sequence.is_finished:
             sequence.finish_reason = "error"
@@ -542,7 +552,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _isolated(self, sequences: list[Sequence]) -> Iterator[None]:
-        """A failing forward ends its own sequences; the engine continues, unless its device is lost."""
+        """End the given sequences if the forward in the block fails. Re-raise only if the device or runner is lost."""
         try:
             yield
         except Exception as error:

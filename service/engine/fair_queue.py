@@ -1,7 +1,8 @@
-"""Whose sequence runs next: start-time fair queueing between clients (Goyal, Vin & Cheng 1996).
+"""The queue of waiting sequences: start-time fair queueing between clients (Goyal, Vin & Cheng 1996).
 
-Each client that waits has a tag, the virtual time at which its next sequence starts. The lowest tag goes first, and
-then grows by the cost of its sequence divided by the client's weight. Counts and costs only: no slots, no clock.
+Each waiting client has a tag, the virtual time at which its next sequence starts. The client with the lowest tag goes
+first, and its tag then grows by the cost of its sequence divided by its weight. The queue handles counts and costs
+only, no slots and no clock.
 """
 
 from __future__ import annotations
@@ -16,31 +17,32 @@ from service.wire import Submit
 
 
 class Client:
-    """A client that has sequences, waiting or running."""
+    """A client that has waiting or running sequences."""
 
     def __init__(self, name: str, weight: float):
         self.name, self.weight = name, weight
         self.tag = 0.0
-        self.order = 0  # among equal tags
+        self.order = 0  # breaks ties between equal tags
         self.waiting: list[tuple[int, int, Sequence]] = []  # heap of (priority, order of arrival, sequence)
         self.num_waiting = 0
         self.num_running = 0
-        self.prompt_tags = [0.0, 0.0]  # of prompts that run: of those that generate, of those that are only scored
-        self.version = 0  # of its entry in each of the queue's heaps; earlier ones are void
+        self.prompt_tags = [0.0, 0.0]  # tags of prompts in slots: of prompts that generate, of prompts only scored
+        self.version = 0  # version of its entry in each of the queue's heaps; entries of earlier versions are void
 
 
 class FairQueue:
-    """The waiting sequences of all clients, each client's own in order of priority, then arrival.
+    """The waiting sequences of all clients; those of one client are in order of priority, then arrival.
 
-    Operations take O(log n), amortized. A client without sequences is forgotten, and returns at the current virtual
-    time. A client's share is its part, by weight, of max_running; is_fair=False takes all sequences for one client's.
+    Operations take O(log n), amortized. The queue forgets a client without sequences; a client that returns starts at
+    the current virtual time. A client's share is its part of max_running by weight. If is_fair is False, all sequences
+    count as one client's.
     """
 
     def __init__(self, max_running: int, is_fair: bool = True):
         self.max_running, self.is_fair = max_running, is_fair
         self.num_waiting = 0
         self._clients: dict[str, Client] = {}
-        self._weights = 0.0  # of all of them
+        self._weights = 0.0  # sum of the clients' weights
         self._virtual_time = 0.0
         self._by_tag: list[tuple[Any, ...]] = []  # heap of (tag, order, version, client)
         self._by_running: list[tuple[Any, ...]] = []  # heap of (running / weight, tag, order, version, client)
@@ -53,7 +55,7 @@ class FairQueue:
         if client is None:
             client = self._clients[name] = Client(name, weight)
             self._weights += weight
-        is_changed = client.weight != weight  # the latest request's counts
+        is_changed = client.weight != weight  # the weight of the latest request applies
         if is_changed:
             self._weights += weight - client.weight
             num_waiting = client.num_waiting
@@ -68,9 +70,12 @@ class FairQueue:
             self._place(client, client.tag)
 
     def pop(self, below_share: bool = False) -> Sequence | None:
-        """Take the next sequence, which runs from now on; `charge` must follow. None: nobody may start.
+        """Take the next sequence, which counts as running from now on. Return None if no sequence may start.
 
-        below_share: only of a client that runs fewer than its share; the one that runs fewest by weight goes first.
+        The caller must `charge` the sequence.
+
+        below_share: take a sequence only from the client that runs the fewest for its weight, and only if it runs fewer
+            than its share.
         """
         for heap in (self._by_tag, self._by_running):
             while heap and not _is_valid(heap[0]):
@@ -80,7 +85,7 @@ class FairQueue:
         client: Client = self._by_running[0][-1] if below_share else self._by_tag[0][-1]
         if below_share and not self._is_below_share(client.num_running, client.weight, self._weights):
             return None
-        # Not that of the client's own tag: `below_share` may take one far ahead, behind whom no newcomer should start.
+        # Not the tag of this client: with `below_share` it may be far ahead, and no newcomer should start behind it.
         self._virtual_time = max(self._virtual_time, self._by_tag[0][0])
         while (sequence := heapq.heappop(client.waiting)[2]).is_finished:
             pass
@@ -89,16 +94,17 @@ class FairQueue:
         return sequence
 
     def charge(self, sequence: Sequence, cost: int) -> None:
-        """Count `cost` characters that a sequence just taken is going to run."""
+        """Charge the client of a sequence that was just taken for the `cost` characters that it is going to run."""
         client = self.client_of(sequence)
         sequence.charged = cost
         self._place(client, client.tag + cost / client.weight)
 
     def remove(self, sequence: Sequence) -> None:
-        """A finished sequence leaves; if it ran, its client gets back what was charged and not run, or pays what its
-        stop pattern took beyond that.
+        """Remove a finished sequence.
 
-        But no client goes back behind the current virtual time, so that no newcomer waits for a refund to be used up.
+        If it ran, its client is refunded the charged characters that did not run, or pays what the stop pattern took
+        in addition. A refund never sets a tag below the current virtual time, so no newcomer waits for a refund to be
+        used up.
         """
         client = self.client_of(sequence)
         if sequence.charged is None:
@@ -118,7 +124,7 @@ class FairQueue:
             self._weights = self._weights - client.weight if self._clients else 0.0
 
     def is_below_share(self, request: Submit) -> bool:
-        """Whether the client of a new request, with all that it waits for, would run fewer than its share."""
+        """Whether the client of a new request has fewer running and waiting sequences than its share."""
         name, weight = self.identity(request)
         client = self._clients.get(name)
         if client is None:
@@ -136,19 +142,20 @@ class FairQueue:
         return client.num_waiting if client else 0
 
     def num_before(self, request: Submit) -> int:
-        """Waiting sequences likely to start before a new request: of other clients as many as of its own, by weight.
+        """Return the number of waiting sequences that are likely to start before a new request.
 
-        Takes O(√n) for n sequences: so many different numbers of waiting sequences can clients have.
+        Of each other client, it counts as many as of the request's own client, by weight. It takes O(√n) for n
+        sequences, because at most so many different queue lengths can occur.
         """
         rounds = (self.num_waiting_of(request) + 1) / self.identity(request)[1]
         return int(sum(count * min(length, rounds * weight) for (length, weight), count in self._lengths.items()))
 
     def client_of(self, sequence: Sequence) -> Client:
-        """Of a sequence that has not left."""
+        """Return the client of a sequence that was not removed."""
         return self._clients[self.identity(sequence.request)[0]]
 
     def identity(self, request: Submit) -> tuple[str, float]:
-        """Name and weight of the client."""
+        """Return the name and weight of the client of a request."""
         return (request.client, request.weight) if self.is_fair else ("", 1.0)
 
     def _is_below_share(self, count: int, weight: float, weights: float) -> bool:
@@ -164,7 +171,7 @@ class FairQueue:
                     del self._lengths[length, client.weight]
 
     def _place(self, client: Client, tag: float) -> None:
-        """Put a client, if it waits, where its tag and its running sequences belong."""
+        """Set a client's tag and, if it waits, enter it in the heaps by tag and by running sequences."""
         if tag != client.tag or not client.order:
             client.tag, client.order = tag, next(self._numbers)
         client.version += 1

@@ -1,10 +1,10 @@
-"""The models of one inference process: an engine for each checkpoint in the listing, which share its slots and time.
+"""The models of one inference process: an engine for each checkpoint in the listing. They share its slots and time.
 
-Each model has a cache of its own with a slot for every sequence that the process may run, so that none waits for the
-memory of another. Slots go to the models that want them in equal parts (max-min fairness); what one does not want is
-the others'.
-Turns go to the model that has used the least time (start-time fair queueing, as in fair_queue.py). Checkpoints that
-come later are loaded beside the running engines. Ids and numbers only: no text, no HTTP, no LitServe.
+Each model has its own cache, with a slot for every sequence that the process may run, so no model waits for the memory
+of another. The models with sequences share the slots in equal parts; a part that a model does not need goes to the
+others (max-min fairness). The next turn goes to the model that has used the least time (start-time fair queueing, as in
+fair_queue.py). New checkpoints are loaded while the engines run, unless `loads_alone`. The module handles ids and
+numbers only, no text, HTTP or LitServe.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ class Hosted:
     def __init__(self, version: Version, engine: Engine, metrics: Metrics):
         self.version, self.engine, self.metrics = version, engine, metrics.of(version.name)
         self.drain = DrainRate()
-        self.used_seconds = 0.0  # virtual: of a model that had no work, as much as of those that had
+        self.used_seconds = 0.0  # virtual time used; a model that had no work is not behind the others
 
     @property
     def demand(self) -> int:
-        """Sequences that have a slot or want one."""
+        """The number of running and waiting sequences."""
         return self.engine.scheduler.num_running + self.engine.scheduler.num_waiting
 
     def submit(self, request: Submit, max_queue_seconds: float) -> None:
-        """
+        """Queue a request.
+
         Raises:
-            BusyError: it would wait for longer than it may; or as Engine.submit.
+            BusyError: the expected wait is longer than the request's timeout or `max_queue_seconds`; or as
+                Engine.submit.
         """
         wait = self.expected_wait(request)
         limit = min(request.timeout_seconds, max_queue_seconds)
@@ -54,15 +56,16 @@ class Hosted:
         self.engine.submit(request)
 
     def expected_wait(self, request: Submit) -> float:
-        """Seconds."""
+        """Return the seconds that a new request is expected to wait for a slot."""
         return self.engine.scheduler.expected_wait(request, self.drain.rate(self.engine.clock()))
 
 
 class Host:
-    """
-    open_engine: loads a version; it may run in another thread, beside engines that run, unless `loads_alone`: then no
-    engine runs meanwhile.
-    max_running: sequences of all models together.
+    """Loads, runs and drops the models of this process, as the listing of checkpoints says.
+
+    open_engine: loads a version; after the start, it is called in another thread.
+    max_running: the number of sequences of all models together.
+    loads_alone: whether no engine may run while a version loads.
     """
 
     def __init__(
@@ -88,16 +91,16 @@ class Host:
                 self.models: dict[int, Hosted] = {version.id: self._open(version) for version in self._listing.load}
                 break
             except CheckpointError:
-                if not self.is_behind:  # otherwise one was dropped meanwhile
+                if not self.is_behind:  # if the listing has changed, a version was dropped meanwhile
                     raise
 
     def show(self) -> None:
-        """Tell the other processes which listing this one follows."""
+        """Tell the other processes which listing this process follows."""
         self._state.follow(self._process, self._listing.generation)
 
     @property
     def is_behind(self) -> bool:
-        """A model may be on its way."""
+        """Whether this process has not loaded the newest listing yet, and so may lack a model."""
         return self._loading is not None or self._state.generation.value != self._listing.generation
 
     @property
@@ -105,9 +108,9 @@ class Host:
         return any(hosted.engine.has_work for hosted in self.models.values())
 
     def follow(self, seconds: float) -> bool:
-        """Load and drop what the newest listing says; whether no engine may run now.
+        """Load and drop models as the newest listing says. Return whether no engine may run now.
 
-        seconds: how long to wait then for the loading to go on.
+        seconds: how long to wait for the loading if no engine may run.
         """
         if self._loading is None and self._state.generation.value != self._listing.generation:
             self._next_listing = Listing.read(self._folder)
@@ -126,7 +129,7 @@ class Host:
         return False
 
     def next(self) -> Hosted | None:
-        """The model whose turn it is; None: there is nothing to do."""
+        """Return the model that runs the next turn, or None if no model has work."""
         busy = [hosted for hosted in self.models.values() if hosted.engine.has_work]
         if len(self.models) > 1:
             self._share(busy)
@@ -135,17 +138,17 @@ class Host:
         return min(busy, key=lambda hosted: max(hosted.used_seconds, self._virtual_time))
 
     def ran(self, hosted: Hosted, seconds: float) -> None:
-        """Count a turn."""
+        """Charge a model for a turn of `seconds`."""
         self._virtual_time = max(self._virtual_time, hosted.used_seconds)
         hosted.used_seconds = self._virtual_time + seconds
 
     def _share(self, busy: list[Hosted]) -> None:
-        """Set how many sequences each model may run: equal parts, and to others what one does not want."""
+        """Set how many sequences each model may run: equal parts, with unneeded parts divided among the others."""
         left, parts = self._max_running, {}
         for i, hosted in enumerate(sorted(busy, key=lambda hosted: hosted.demand)):
             parts[hosted] = min(hosted.demand, max(1, left // (len(busy) - i)))
             left = max(0, left - parts[hosted])
-        for hosted in self.models.values():  # with room for what may come before the next turn
+        for hosted in self.models.values():  # leaves room for requests that may arrive before the next turn
             if hosted not in parts:
                 limit = max(left, self._max_running // (len(busy) + 1))
             else:
@@ -156,7 +159,7 @@ class Host:
         """Load a version, and generate a few characters with it, so that the first request is fast.
 
         Raises:
-            RuntimeError: the model gives nothing; or as `open_engine`.
+            RuntimeError: the model generates too few characters; or as `open_engine`.
         """
         engine = self._open_engine(version)
         (ids,) = engine.generate([Submit(0, [0], WARM_UP_CHARACTERS, SamplingParams())])
@@ -165,12 +168,12 @@ class Host:
         return Hosted(version, engine, self._metrics)
 
     def _load(self, versions: Iterable[Version]) -> None:
-        """In a thread of its own."""
+        """Load versions, in a thread of its own. Leave the models, or the first error, in `_loaded`."""
         loaded: dict[int, Hosted] = {}
         try:
             for version in versions:
                 loaded[version.id] = self._open(version)
-        except Exception as error:  # whatever the model, the library or the device finds wrong with it
+        except Exception as error:  # of any type: the checkpoint, the library or the device may fail
             for hosted in loaded.values():
                 hosted.engine.runner.close()
             self._loaded = error
@@ -189,7 +192,7 @@ class Host:
         self.show()
 
     def _drop(self) -> None:
-        """What is not listed any more, once nothing uses it."""
+        """Drop the models that are no longer listed, as soon as nothing uses them."""
         listed = {version.id for version in self._listing.load}
         for id, hosted in list(self.models.items()):
             if id not in listed and not hosted.engine.has_work and not self._state.is_used(id):
@@ -202,31 +205,32 @@ class Host:
 
 
 class DrainRate:
-    """How fast sequences end while further ones would wait: at other times it is only as fast as they come.
+    """How many sequences end per second while new sequences would have to wait.
 
-    What was seen is forgotten after FORGET_SECONDS without such a time: what comes next may be of another kind.
+    At other times sequences end only as fast as they arrive, so these times do not count. The observations are
+    forgotten after FORGET_SECONDS without waiting, because later requests may be of another kind.
     """
 
     FORGET_SECONDS = 60.0
 
     def __init__(self) -> None:
-        self._ends: deque[float] = deque(maxlen=256)  # when the latest ended, in seconds of such time
+        self._ends: deque[float] = deque(maxlen=256)  # ends of the latest sequences, in seconds of counted time
         self._seconds = 0.0
         self._observed_at = 0.0
         self._is_paused = True
 
     def observe(self, began: float, num_ended: int, now: float) -> None:
-        """Add a step, and the turns of other models since the last one."""
+        """Count a step, and the turns of other models since the last step."""
         self._seconds += now - (began if self._is_paused else self._observed_at)
         self._observed_at, self._is_paused = now, False
         self._ends.extend([self._seconds] * num_ended)
 
     def pause(self) -> None:
-        """A step in which nothing would wait."""
+        """Stop counting time, because new sequences would not wait."""
         self._is_paused = True
 
     def rate(self, now: float) -> float | None:
-        """Sequences per second; None before two have ended."""
+        """Return the sequences that end per second, or None if fewer than two were observed."""
         if now - self._observed_at > self.FORGET_SECONDS:
             self._ends.clear()
         if len(self._ends) < 2:

@@ -1,7 +1,7 @@
 """Backend "native": the fused C++ engine of native.cpp, called through ctypes. CPU only; imports no torch.
 
-The library is built once per instruction set when the package is installed (setup.py). Without a compiler it is not
-there, and `why_not` says so; the service then runs on backend "torch".
+Installing the package builds the library once per instruction set (setup.py). Without a compiler the library is
+missing, and `why_not` returns the reason; the service then runs on backend "torch".
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from service.model.ngrams import ORDER, NGrams
 from service.model.params import SamplingParams
 from service.wire import Logprobs
 
-FULL = 3  # ChargptConfig.dtype: float32 for weights, keys and values too
-LIBRARY_VARIABLE = "CHARGPT_NATIVE_LIBRARY"  # another build of the library, for tests of one
+FULL = 3  # ChargptConfig.dtype: weights, keys and values are float32 too
+LIBRARY_VARIABLE = "CHARGPT_NATIVE_LIBRARY"  # environment variable: the path of another build, for its tests
 
-# Instruction sets, best first, with the flags of /proc/cpuinfo that they need besides those of the next one.
+# Instruction sets, best first, with the flags of /proc/cpuinfo that each needs.
 _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VARIANTS = {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
@@ -54,17 +54,17 @@ class _Config(ctypes.Structure):
 
 
 def _cpu_flags() -> set[str]:
-    info = Path("/proc/cpuinfo")  # of Linux
+    info = Path("/proc/cpuinfo")  # exists on Linux only
     lines = info.read_text().splitlines() if info.exists() else []
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library for this CPU.
+    """Load the library for this CPU.
 
     Raises:
-        RuntimeError: there is none that can be used; says why.
+        RuntimeError: no library can be used; the message says why.
     """
     if given := os.environ.get(LIBRARY_VARIABLE):
         return _load(Path(given))
@@ -72,10 +72,10 @@ def library() -> ctypes.CDLL:
 
 
 def built(stem: Path) -> Path:
-    """Of a library that setup.py compiles once per instruction set, the file that is best for this CPU: STEM_v4.so.
+    """Return the file for the best instruction set of this CPU, such as STEM_v4.so, of a library built by setup.py.
 
     Raises:
-        RuntimeError: there is none that can be used; says why.
+        RuntimeError: no file can be used; the message says why.
     """
     flags, machine = _cpu_flags(), platform.machine()
     variants = ["base"] if machine in ("aarch64", "arm64") else [name for name in _VARIANTS if _VARIANTS[name] <= flags]
@@ -89,7 +89,7 @@ def built(stem: Path) -> Path:
 
 
 def why_not() -> str | None:
-    """Why this backend cannot run here; None: it can."""
+    """Return the reason why this backend cannot run here, or None if it can."""
     try:
         library()
     except RuntimeError as error:
@@ -98,10 +98,10 @@ def why_not() -> str | None:
 
 
 def opened(path: Path, name: str, revision: int) -> ctypes.CDLL:
-    """A library whose function `name` returns its revision.
+    """Load a library whose function `name` returns its revision.
 
     Raises:
-        RuntimeError: the file is no such library, or one of another revision.
+        RuntimeError: the file is not such a library, or has another revision.
     """
     try:
         library = ctypes.CDLL(str(path))
@@ -113,7 +113,7 @@ def opened(path: Path, name: str, revision: int) -> ctypes.CDLL:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Raises RuntimeError: as `opened`."""
+    """Load a library and declare its functions. Raise RuntimeError like `opened`."""
     layout = 6 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
     library = opened(path, "chargpt_layout", layout)
     for name, arguments in {
@@ -136,29 +136,32 @@ def _check(message: bytes | None, *_: Any) -> None:
 
 
 def dtypes() -> list[str]:
-    """What the library of this CPU computes in, in the order of its numbers for them.
+    """Return the dtypes in which this CPU's library computes; the index of each is its number in the library.
 
     Raises:
-        RuntimeError: there is no library.
+        RuntimeError: the library cannot be used.
     """
     return ["float32", "float64"] + ["bfloat16"] * library().chargpt_has_bf16()
 
 
 class NativeRunner(Runner):
-    """`threads` includes the calling one; each takes whole sequences, or all share each batch, whichever
-    pays.
+    """Runs a model in the native library.
 
-    dtype: "float32", "float64" or, where the CPU multiplies it, "bfloat16" (weights, keys and values, and the factors
-    of products; sums are float32). "float32" keeps keys and values as float16, unless a text could make them overflow.
-    half_cache: False makes "float32" keep them, and the weights, as float32.
-    weights: under GPT's parameter names, float16 or float32, or float64 with values of float32. "float32" stores them
-    as float16 where that is exact and keys and values are too; "float64" as float32.
-    ngrams: of the training text, which guesses come from; None: guesses come from a sequence's own text alone.
+    threads: the number of threads, with the calling one. Either each thread runs whole sequences, or all threads share
+        each batch, whichever is faster.
+    dtype: "float32", "float64" or, if the CPU can multiply it, "bfloat16". With "bfloat16", weights, keys, values and
+        the factors of products are bfloat16, and sums are float32. With "float32", keys and values are stored as
+        float16, unless a text could make them overflow.
+    half_cache: if False, "float32" stores keys, values and weights as float32.
+    weights: under GPT's parameter names, as float16 or float32, or as float64 with float32 values. "float32" stores
+        them as float16 if that is exact and keys and values are float16 too. "float64" stores them as float32.
+    ngrams: n-grams of the training text, used to guess characters. Without them, guesses use a sequence's own text
+        only.
 
     Raises:
         ValueError: a weight has another shape than the config's or is not a float32, or the CPU does not compute in
             dtype.
-        RuntimeError: the library cannot be used, or cannot start: memory or threads.
+        RuntimeError: the library cannot be used, or lacks the memory or threads to start.
     """
 
     backend = "native"
@@ -231,7 +234,7 @@ class NativeRunner(Runner):
 
     @property
     def guesses(self) -> tuple[int, int]:
-        """In how many decode steps the next character was guessed, and in how many rightly."""
+        """The number of decode steps for which a character was guessed, and the number of correct guesses."""
         guessed, right = c_int64(), c_int64()
         self._library.chargpt_guesses(self._engine, guessed, right)
         return guessed.value, right.value
@@ -268,10 +271,10 @@ class NativeRunner(Runner):
     def _run(
         self, items: np.ndarray, K: int, guides: Mapping[int, Guide], reports: Mapping[int, Report], sizes: list[int]
     ) -> Outcome:
-        """Run items of at most K steps; guides and reports are by item, the latter of `sizes` ids."""
+        """Run items of at most K steps. Guides and reports are by item; `sizes` are the numbers of reported ids."""
         if self._process != os.getpid():
             raise RuntimeError("the native engine was opened in another process, and its threads are there")
-        shared = [_addresses(guide.automaton, guide.minimum) for guide in guides.values()]  # whose arrays must live on
+        shared = [_addresses(guide.automaton, guide.minimum) for guide in guides.values()]  # keeps the arrays alive
         packed = b"".join(
             _GUIDE.pack(*its, guide.state, guide.remaining, guide.missing, guide.may_leave | guide.masks << 1)
             for (its, _), guide in zip(shared, guides.values(), strict=True)
@@ -307,7 +310,7 @@ class NativeRunner(Runner):
 
 @functools.lru_cache(maxsize=128)
 def _addresses(automaton: Automaton, minimum: MinimumLength | None) -> tuple[tuple[int, ...], list[np.ndarray]]:
-    """The part of ChargptGuide that all sequences of a pattern share, and the arrays that it points to."""
+    """Return the part of ChargptGuide that all sequences of a pattern share, and the arrays to which it points."""
     layers = np.zeros((0, 0), np.uint8) if minimum is None else minimum.layers
     types = (np.uint16, np.int16, np.uint8, np.int32, np.uint8)
     found = (automaton.classes, automaton.table, automaton.accepting, automaton.distance, layers)

@@ -1,6 +1,6 @@
-"""Who runs when: a fair queue, a fixed number of cache slots, and the prompts that share a beginning.
+"""The scheduler: it assigns queued sequences to cache slots, and shares out prompt characters between steps.
 
-Bookkeeping only: no torch, no text, no HTTP, no clock of its own (the engine passes the time in).
+It does bookkeeping only, without torch, text or HTTP. It has no clock; the engine passes the time in.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from service.engine.sequence import Sequence
 from service.model.config import GPTConfig
 from service.wire import FinishReason, Submit
 
-MIN_PREFILL = 16  # prompt characters per step, whatever else it does
+MIN_PREFILL = 16  # the least budget of a step, in prompt characters
 MIN_SHARED = 16  # characters; copying fewer costs as much as running them
-# In the time in which one character of a prompt runs, so many positions are copied, or ids compared.
-COPIED_PER_CHARACTER = 128
-COMPARED_PER_CHARACTER = 16384
-STARTED_PER_CHARACTER = 256  # or so many ids of a prompt handed to the runner
-SCORING_TURN = 4  # every so many steps, prompts that are only scored come first
+# Running one prompt character takes as long as copying, comparing or starting this many.
+COPIED_PER_CHARACTER = 128  # positions copied
+COMPARED_PER_CHARACTER = 16384  # ids compared
+STARTED_PER_CHARACTER = 256  # prompt ids passed to the runner's `start`
+SCORING_TURN = 4  # prompts that are only scored come first in every step whose number is a multiple of this
 
 
 def reserved_slots(max_running: int) -> int:
-    """Slots beyond `max_running`, the number that one client can use, for clients that run less than their share."""
+    """Return how many slots to add to `max_running` for clients that run fewer sequences than their share."""
     return max(1, max_running // 8)
 
 
 class BusyError(Exception):
-    """Not accepted: the queue is full, or the expected wait too long; the message says which."""
+    """The request is refused: the queue is full, or the expected wait is too long. The message gives the cause."""
 
 
 class Found(NamedTuple):
-    """A slot that has the first `length` ids of a sequence, or will have once it has run them."""
+    """A slot that holds the first `length` ids of a sequence, or is about to run them."""
 
     source: int
     length: int
@@ -45,22 +45,25 @@ class Found(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a step does besides decoding, to be carried out in this order."""
+    """The work of a step besides decoding; the engine carries it out in the order of the fields."""
 
-    starts: list[tuple[Sequence, Found | None]]  # sequences that got a slot, and what each copies; then `copied`
-    pieces: list[Piece]  # then `prefilled`
+    starts: list[tuple[Sequence, Found | None]]  # new in a slot, each with its copy; the engine then calls `copied`
+    pieces: list[Piece]  # after launching these, the engine calls `prefilled`
 
 
 class Scheduler:
-    """A sequence keeps its slot from start to end. The free slot that was unused for longest goes first, as its text is
-    the least likely to be copied.
+    """Assigns sequences to slots; a sequence keeps its slot from start to end.
 
-    max_running: sequences that one client can run; reserve: further slots. The last `reserve` free ones go only to
-    clients that run fewer than their share, max_running divided among all clients with sequences, by weight.
-    max_waiting: sequences in the queue; a quarter as many again only from clients that have fewer there than
-    max_waiting divided by the number of clients that wait.
-    piece: prompts run in pieces that begin at multiples of it; what is shared ends at one.
-    Arrays are by slot, so that a decode step costs the same few array operations at any number of rows.
+    A new sequence gets the free slot that was unused for longest, because its text is the least likely to be copied.
+
+    max_running: the number of sequences that one client can run.
+    reserve: the number of further slots. The last `reserve` free slots go only to clients that run fewer sequences
+        than their share. A share is max_running divided by weight among all clients that have sequences.
+    max_waiting: the limit of the queue. A client may exceed it by a quarter if it has fewer waiting sequences than
+        its part of max_waiting, which is divided among the clients that wait.
+    piece: prompts run in pieces that begin at multiples of this; a copied prefix ends at a multiple.
+
+    Arrays are indexed by slot, so a decode step costs the same few array operations at any number of rows.
     """
 
     def __init__(
@@ -79,16 +82,17 @@ class Scheduler:
         self.by_slot: list[Sequence | None] = [None] * self.slots
         self.is_decoding = np.zeros(self.slots, dtype=bool)
         self.num_left = np.zeros(self.slots, dtype=np.int64)  # characters that a decoding sequence may still choose
-        self.prefilling: list[Sequence] = []  # in order of arrival in a slot
-        # Taken from the queue, each for a free slot; they look again for what to copy once a slot has run so many ids.
+        self.prefilling: list[Sequence] = []  # in the order in which they got their slots
+        # (sequence, source, length): the sequence left the queue, and a free slot is kept for it. It looks for a prefix
+        # to copy again when slot `source` has run `length` ids.
         self.copying: list[tuple[Sequence, int, int]] = []
         self.num_guided = 0  # decoding sequences whose next choice depends on their last character
         self.contents = Contents(self.slots, config, piece)
         self.queue = FairQueue(max_running, is_fair)
-        self._free = dict.fromkeys(range(self.slots))  # the one that was unused for longest first
+        self._free = dict.fromkeys(range(self.slots))  # free slots; the slot that was unused for longest is first
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
-        self._turn = 0  # steps with pieces of prompts
-        # Of prompts that generate and of those that are only scored: virtual time, and the weights of their clients.
+        self._turn = 0  # number of steps that ordered prompts
+        # Index 0: prompts that generate; 1: prompts that are only scored. Virtual time, and the weights by client.
         self._prompt_times = [0.0, 0.0]
         self._prompt_weights: list[dict[Client, float]] = [{}, {}]
         self._by_id: dict[int, Sequence] = {}
@@ -113,16 +117,16 @@ class Scheduler:
 
     @property
     def num_open(self) -> int:
-        """Free slots for any client."""
+        """The number of free slots that any client can take."""
         return max(0, self.max_running - self.num_running)
 
     @property
     def is_saturated(self) -> bool:
-        """Some sequence waits, or would if it came now."""
+        """Whether a new sequence of some client would have to wait."""
         return self.num_waiting >= self.num_open
 
     def limit(self, max_running: int) -> None:
-        """Run fewer than there are slots for, or as many again; what runs goes on. At most slots − reserve."""
+        """Set `max_running`, at most slots − reserve. Running sequences continue."""
         assert 1 <= max_running <= self.slots - self.reserve
         self.max_running = self.queue.max_running = max_running
 
@@ -130,7 +134,7 @@ class Scheduler:
         """Queue a sequence.
 
         Raises:
-            BusyError: its client has no free slot and no place in the queue; nothing was queued.
+            BusyError: the client can use no free slot, and the queue is full for it. Nothing was queued.
         """
         if not sequence.request.must_run and not self._has_place(sequence.request):
             raise BusyError(f"queue full (limit {self.max_waiting})")
@@ -148,24 +152,27 @@ class Scheduler:
         return self.num_waiting < limit + self._num_reserved(request)
 
     def _num_reserved(self, request: Submit) -> int:
-        """Free slots that the client of a new request may take although others may not."""
+        """Return the number of free slots that are reserved and that the client of a new request may take."""
         return self.num_free - self.num_open if self.queue.is_below_share(request) else 0
 
     def expected_wait(self, request: Submit, rate: float | None) -> float:
-        """Seconds until a new request gets a slot if `rate` sequences end per second; 0 if that is unknown."""
+        """Return the seconds until a new request gets a slot if `rate` sequences end per second.
+
+        Return 0 if the rate is None or a reserved slot is free for the request.
+        """
         if rate is None or self._num_reserved(request) > self.queue.num_waiting_of(request):
             return 0.0
         return max(0, self.queue.num_before(request) + 1 - self.num_open) / rate
 
     def expired(self, now: float) -> list[int]:
-        """Ids of sequences whose deadline has come."""
+        """Remove past deadlines, and return the ids of their sequences, some of which may have ended already."""
         ids = []
         while self._deadlines and self._deadlines[0][0] <= now:
             ids.append(heapq.heappop(self._deadlines)[1])
         return ids
 
     def finish(self, id: int, reason: FinishReason) -> Sequence | None:
-        """End a sequence early, wherever it is; None if it has ended already."""
+        """End a waiting or running sequence early and return it; return None if it has ended already."""
         sequence = self._by_id.get(id)
         if sequence is not None:
             sequence.finish_reason = sequence.finish_reason or reason
@@ -173,7 +180,7 @@ class Scheduler:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Free what a finished sequence holds."""
+        """Forget a finished sequence, and free its slot."""
         assert sequence.is_finished
         del self._by_id[sequence.id]
         self.queue.remove(sequence)
@@ -189,7 +196,7 @@ class Scheduler:
             self._free[slot] = None
         else:
             self.copying = [it for it in self.copying if it[0] is not sequence]
-        # Ended sequences stay in the heap until popped, or until they outnumber the others.
+        # Deadlines of ended sequences stay in the heap until they pass or outnumber the others.
         if len(self._deadlines) > 2 * len(self._by_id) + 64:
             self._deadlines = [item for item in self._deadlines if item[1] in self._by_id]
             heapq.heapify(self._deadlines)
@@ -197,8 +204,9 @@ class Scheduler:
     def schedule(self, now: float, budget: int) -> Plan:
         """Give free slots to waiting sequences, and share out `budget` prompt characters (see `_in_order`).
 
-        A prompt that shares its beginning with one in prefill starts once that has run, with a copy. Starts and copies
-        count as characters: they take about half of the budget at most, and the others come in the next steps.
+        If a prompt shares its beginning with a prompt in prefill, it waits until that beginning has run, and copies it.
+        Starts and copies count as characters and take at most about half of the budget; the rest of them follow in the
+        next steps.
         """
         starts: list[tuple[Sequence, Found | None]] = []
         spent, held = 0, self.contents.num_held
@@ -217,11 +225,11 @@ class Scheduler:
         return Plan(starts, self._pieces(max(budget - spent, min(budget, MIN_PREFILL))) if self.prefilling else [])
 
     def copied(self, slot: int, length: int) -> None:
-        """Record that a slot was given the first `length` positions of another."""
+        """Record that the first `length` positions of another slot were copied into `slot`."""
         self.contents.num_held[slot] = length
 
     def prefilled(self, piece: Piece) -> None:
-        """Record that a piece was launched; after the last one its sequence decodes, if it is not only scored."""
+        """Record that a piece was launched. After its last piece, a sequence decodes unless it is only scored."""
         sequence, slot, length = piece.sequence, piece.slot, len(piece.ids)
         sequence.num_prefilled += length
         sequence.num_run += length
@@ -236,7 +244,7 @@ class Scheduler:
             if sequence.request.constrains_first:
                 sequence.guide = None  # the piece has it
             self.num_guided += sequence.guide is not None
-            self.num_left[slot] = sequence.request.max_tokens - 1  # the first one is chosen with the piece
+            self.num_left[slot] = sequence.request.max_tokens - 1  # the piece chooses the first character
 
     def decoded(self, slots: np.ndarray, steps: np.ndarray) -> None:
         """Record that `steps` (B,) characters of the sequences in `slots` (B,) were launched."""
@@ -244,12 +252,12 @@ class Scheduler:
         self.num_left[slots] -= steps
 
     def not_run(self, sequence: Sequence, count: int) -> None:
-        """Record that a running sequence's row ended `count` steps earlier than it was launched for."""
+        """Record that a running sequence ran `count` fewer decode steps than were launched for it."""
         self.contents.num_held[sequence.slot] -= count
         self.num_left[sequence.slot] += count
 
     def _start(self, sequence: Sequence, starts: list[tuple[Sequence, Found | None]]) -> int:
-        """Give a slot to a sequence, or have it wait for what is to be copied; returns the cost in characters."""
+        """Give a slot to a sequence, or let it wait for the prefix that it will copy. Return the cost in characters."""
         found = self.contents.find(sequence)
         cost, length = 1 + self.contents.num_compared // COMPARED_PER_CHARACTER, found.length if found else 0
         if sequence.charged is None:
@@ -257,12 +265,12 @@ class Scheduler:
         if found is not None and not found.is_ready:
             self.copying.append((sequence, found.source, length))
             return cost
-        if found is not None and found.source in self._free:  # it is used now
+        if found is not None and found.source in self._free:  # it was just used, so it moves to the end
             del self._free[found.source]
             self._free[found.source] = None
         slot = next(iter(self._free))
         del self._free[slot]
-        if found is not None and found.source == slot:  # no other is free, and it cannot be emptied and copied
+        if found is not None and found.source == slot:  # no other slot is free, and a slot cannot be its own source
             found = None
         sequence.slot = slot
         self.by_slot[slot] = sequence
@@ -270,12 +278,12 @@ class Scheduler:
         self.contents.start(slot, sequence)
         if found is not None:
             sequence.num_prefilled = length
-            cost += min(length, self.contents.window) // COPIED_PER_CHARACTER  # it moves at most W positions
+            cost += min(length, self.contents.window) // COPIED_PER_CHARACTER  # a copy moves at most W positions
         starts.append((sequence, found))
         return cost + len(sequence.request.prompt) // STARTED_PER_CHARACTER
 
     def _pieces(self, budget: int) -> list[Piece]:
-        stop_at: dict[int, int] = {}  # slot -> where it must stop, so that those that wait for it can copy
+        stop_at: dict[int, int] = {}  # slot -> the position at which it must stop so that waiting sequences can copy
         for _, source, length in self.copying:
             limit = self.contents.last_chance(length)
             stop_at[source] = min(limit, stop_at.get(source, limit))
@@ -296,19 +304,22 @@ class Scheduler:
         return pieces
 
     def _in_order(self) -> list[Sequence]:
-        """The prompts that can run: those of the client whose prompts have run the fewest characters, by weight, first;
-        of equals the shortest. A client's further prompts follow as if those before them had run.
+        """Return the prompts in slots in the order in which they run.
 
-        A client that had none begins at the virtual time, where each would be that had its part. Sequences that are
-        only scored come last, as streams are sensitive to latency and scoring is not. Every fourth time they come
-        first, so that they end. A prompt takes the place of one that waits for it.
+        The client whose prompts have run the fewest characters, relative to its weight, comes first. Shorter prompts
+        break ties. A client's second prompt is placed as if its first one had run, and so on.
+
+        A client that had no prompts begins at the virtual time, which a client with exactly its fair part would have
+        reached. Sequences that are only scored come last, because latency matters less to them than to streams. In
+        every fourth step they come first, so that they make progress. A prompt moves up to the place of a sequence that
+        waits to copy from it.
         """
         self._turn += 1
         left = [(sequence, sequence.slot, sequence.num_prompt_left) for sequence in self.prefilling]
         lent = [(sequence, slot, length - int(self.contents.num_held[slot])) for sequence, slot, length in self.copying]
         before, self._prompt_weights = self._prompt_weights, [{}, {}]
         are_scores_first = self._turn % SCORING_TURN == 0
-        starts: dict[tuple[bool, Client], float] = {}  # virtual, of each client's next prompt
+        starts: dict[tuple[bool, Client], float] = {}  # virtual start time of each client's next prompt
         places: dict[int | None, tuple[bool, float, int]] = {}  # by slot
         for sequence, slot, num_left in [*left, *lent]:
             client, kind = self.queue.client_of(sequence), sequence.is_only_scored
@@ -324,43 +335,49 @@ class Scheduler:
 
 
 class Contents:
-    """What the cache slots hold: the ids from position 0 on, of running sequences and of ended ones.
+    """The ids in each cache slot from position 0 on, of running and of ended sequences.
 
-    Each slot is a ring of W: a text that has outgrown it can only be copied whole.
+    Each slot is a ring of W positions. After a text has outgrown the ring, only the whole text can be copied.
     """
 
     def __init__(self, slots: int, config: GPTConfig, piece: int = 1):
         self.window, self.piece = config.block_size, piece
         self.num_held = np.zeros(slots, dtype=np.int64)  # positions processed, generated ones included
-        self.in_prefill = np.zeros(slots, dtype=bool)  # others may wait for it
-        self.num_compared = 0  # ids, by the last `find`
-        self._ids = np.full((slots, config.receptive_field), -1, dtype=np.int32)  # −1: past what is known
-        self._beginnings = np.zeros(slots, dtype=np.int64)  # by hash; 0: too short to be shared
+        self.in_prefill = np.zeros(slots, dtype=bool)  # whether other sequences may wait for the slot's prompt
+        self.num_compared = 0  # ids that the last `find` compared
+        self._ids = np.full((slots, config.receptive_field), -1, dtype=np.int32)  # −1: after the last recorded id
+        self._beginnings = np.zeros(slots, dtype=np.int64)  # hash of the first ids; 0: too short to be shared
         self._groups = np.full(slots, "", dtype=object)
 
     def start(self, slot: int, sequence: Sequence) -> None:
-        """A slot is empty, and is about to run the sequence's prompt."""
+        """Record that a slot is empty and is about to run the sequence's prompt."""
         self.num_held[slot] = 0
-        # Nobody waits for who is only scored, and so runs last.
+        # A sequence that is only scored runs last, so no other sequence waits for it.
         self.in_prefill[slot] = sequence.request.max_tokens > 0
         self._groups[slot] = sequence.request.reuse_group
         self._record(slot, sequence.cut_prompt)
 
     def ended(self, slot: int, sequence: Sequence) -> None:
-        """A sequence leaves its text in a slot; after an error nothing, as keys and values may not be finite."""
+        """Record the text that an ended sequence leaves in its slot.
+
+        After an error, record no text, because keys and values may not be finite.
+        """
         self.in_prefill[slot] = False
-        # With pieces, what was generated has other bits than as part of a prompt.
+        # With pieces, keys and values of generated characters differ in bits from those of the same prompt.
         ids = sequence.ids if self.piece == 1 else sequence.request.prompt
         end = 0 if sequence.finish_reason == "error" else sequence.prefill_from + self._ids.shape[1]
         self._record(slot, np.array(ids[sequence.prefill_from : end], dtype=np.int32))
 
     def last_chance(self, length: int) -> int:
-        """The most positions that a slot may have processed when its first `length` are copied."""
+        """Return how many positions a slot may have processed at most if its first `length` are to be copied."""
         return max(self.window, length)
 
     def find(self, sequence: Sequence) -> Found | None:
-        """The slot of its group that shares most of the sequence's beginning: of equals one to be copied now, then the
-        lowest. Slots of other groups take no time, which would tell what they hold."""
+        """Find the slot of the sequence's group that shares the longest beginning with it.
+
+        Among slots that share the same length, prefer a slot that can be copied now, then the lowest. Slots of other
+        groups are not compared, because the time of a comparison would reveal their contents.
+        """
         self.num_compared = 0
         ids = sequence.cut_prompt[: sequence.max_shared][: self._ids.shape[1]]
         group = sequence.request.reuse_group
@@ -368,11 +385,11 @@ class Contents:
         slots = np.flatnonzero(self._beginnings == beginning)
         if not beginning or not len(slots):
             return None
-        slots = slots[self._groups[slots] == group]  # whatever the hash
+        slots = slots[self._groups[slots] == group]  # hashes of different groups may be equal
         slots = slots[self.num_held[slots] <= self.last_chance(len(ids))]
         slots = slots[np.argsort(self.in_prefill[slots], kind="stable")]
         best: Found | None = None
-        for some in (slots[:1], slots[1:]):  # often the first shares all that may be copied
+        for some in (slots[:1], slots[1:]):  # the first slot often shares everything that may be copied
             if best is not None and best.length == len(ids):
                 break
             differs = self._ids[some, : len(ids)] != ids  # (B, T)

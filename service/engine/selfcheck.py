@@ -1,9 +1,9 @@
-"""Whether a backend computes the model, asked before a worker is ready: a miscompiled library, a CPU with less than the
-build expects, a driver that misbehaves would give wrong text, quickly and without an error.
+"""A check that a backend computes the model, made before a worker is ready.
 
-Compares log-probabilities with those of `service.model.attention`, which is NumPy in float64 and shares no code with
-any backend. Before that it compares this reference with the checkpoint's probe, which the model gave when it was saved.
-It finds what is grossly wrong; rounding is for the tests.
+Without it, a miscompiled library, a CPU that lacks expected instructions or a faulty driver could give wrong text
+without an error. The check compares the backend's log-probabilities with those of `service.model.attention`, which runs
+NumPy in float64 and shares no code with any backend. First it compares this reference with the checkpoint's probe: the
+log-probabilities that the model gave when it was saved. The check finds gross errors; the tests check rounding.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from service.model.checkpoint import Checkpoint, Forward
 from service.model.params import SamplingParams
 from service.wire import floats
 
-TOLERANCES = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.3}  # of the largest logit, at least 1
-SHORT, DECODED = 64, 8  # characters: of a text in one window, and those of it that are decoded one by one
-MAX_LENGTH, MAX_WORK = 1100, 1e9  # of a text that is longer than the window; work: characters times parameters
+TOLERANCES = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.3}  # relative to the largest logit, at least 1
+SHORT, DECODED = 64, 8  # characters of the short text, and of the end of any text, which is decoded step by step
+MAX_LENGTH, MAX_WORK = 1100, 1e9  # limits of the long text: characters, and characters times parameters
 
 
 class SelfCheckError(RuntimeError):
-    """A backend computes something else than the model; the message names both."""
+    """A backend does not compute the model; the message names the backend and the difference."""
 
 
 def check(runner: Runner, checkpoint: Checkpoint) -> None:
-    """Run a fixed text through slot 0, a prompt and some decoded characters, past the window where that takes no time.
+    """Run a fixed prompt through slot 0 and decode some characters; the text exceeds the window if that is cheap.
 
-    Logits that overflow, exactly or in the backend's dtype at some positions, are not judged: such a text ends with an
-    error of its own.
+    The check ignores the model if the reference's logits overflow, and positions at which the backend's logits do,
+    because such a text ends with its own error.
 
     Raises:
-        SelfCheckError: the log-probabilities are not the model's.
+        SelfCheckError: the log-probabilities differ from the model's.
     """
     config, weights = runner.config, checkpoint.load_weights()
     reference: Forward = functools.partial(logits_of, weights, config)
@@ -55,7 +55,7 @@ def check(runner: Runner, checkpoint: Checkpoint) -> None:
         expected = reference([max(0, id) for id in ids])
     if not np.isfinite(expected).all():
         return
-    with np.errstate(all="ignore"):  # around their means: log-probabilities are logits up to a constant
+    with np.errstate(all="ignore"):  # centred, because log-probabilities equal logits up to a constant
         errors = np.abs(_centred(found) - _centred(expected)).max(axis=1)  # (T,)
     judged = np.isfinite(found).all(axis=1) & (np.minimum.accumulate(ids) >= 0)
     tolerance = TOLERANCES[runner.dtype] * max(1.0, np.abs(expected).max())
@@ -70,7 +70,7 @@ def check(runner: Runner, checkpoint: Checkpoint) -> None:
 
 
 def _forward_of_gpt(runner: Runner, checkpoint: Checkpoint) -> Forward:
-    """The reference for a model that was trained with a changed gpt.py: GPT.forward in float64."""
+    """Return the reference for a model that was trained with a changed gpt.py: GPT.forward in float64."""
     trained = "it was trained with a changed gpt.py"
     if runner.backend != "torch":
         raise SelfCheckError(f"backend {runner.backend} does not compute the model: {trained}; use --backend torch")

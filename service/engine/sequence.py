@@ -1,6 +1,6 @@
-"""One prompt and its completion: what was submitted, how far it is, and where it ends.
+"""One prompt and its completion: the request, its progress and its end.
 
-Ids only, no torch. A sequence ends once, with exactly one finish reason.
+The module handles ids only, without torch. A sequence ends once, with exactly one finish reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from service.constrain.automaton import Automaton, Guide, MinimumLength, StopPat
 from service.engine.runner import NONE, Piece, Report
 from service.wire import FinishReason, Logprobs, Submit
 
-# In the time in which one row runs one decode step, the host follows so many partial matches of a stop pattern.
+# The host follows this many partial matches of a stop pattern in the time in which one row runs one decode step.
 FOLLOWED_PER_ROW = 128
 
 
@@ -34,7 +34,7 @@ class StopMatcher:
         return max(self._matched, default=0)
 
     def push(self, id: int) -> int | None:
-        """Take one id; the length of the longest stop sequence that it completes, or None."""
+        """Take one id. Return the length of the longest stop sequence that it completes, or None."""
         found = None
         for i, (stop, links) in enumerate(self._stops):
             k = self._matched[i]
@@ -48,7 +48,7 @@ class StopMatcher:
 
 @functools.lru_cache(256)
 def _failure_links(stop: tuple[int, ...]) -> array[int]:
-    """links[i]: the length of the longest proper prefix of `stop` that ends at i."""
+    """Return `links`: links[i] is the length of the longest proper prefix of `stop` that ends at i."""
     links, k = array("I", [0]), 0
     for id in stop[1:]:
         while k and stop[k] != id:
@@ -58,20 +58,23 @@ def _failure_links(stop: tuple[int, ...]) -> array[int]:
     return links
 
 
-# Shared by all sequences with the same pattern, and with each its masks.
+# All sequences with the same pattern share an automaton and its masks.
 _automaton = functools.lru_cache(64)(Automaton.unpack)
 
 
 @functools.lru_cache(64)
 def _minimum(packed: bytes, constraint: bytes) -> MinimumLength:
-    """That of one pattern, whose masks it has, though others may have equal layers."""
+    """Return the minimum length of one pattern.
+
+    It caches the masks of that pattern, so two patterns with equal layers do not share it.
+    """
     return MinimumLength.unpack(packed)
 
 
 class Sequence:
     """The state of one submitted sequence. Times are on the engine's clock.
 
-    receptive_field: of the model; earlier prompt ids cannot influence a logit that is needed, and are skipped.
+    receptive_field: the model's. Prompt ids before it cannot influence a needed logit, and are skipped.
     """
 
     def __init__(self, request: Submit, arrived_at: float = 0.0, receptive_field: int = 2**31):
@@ -85,23 +88,25 @@ class Sequence:
         self.prefill_from = max(0, first_needed - receptive_field)
         self.cut_prompt = np.array(request.prompt[self.prefill_from :], dtype=np.int32)
         self.report = None if request.logprobs is None else Report(request.logprobs, request.logprob_ids)
-        self.targets: np.ndarray | None = None  # of the cut prompt: the id after each, to be reported; NONE: not to be
+        # For each id of the cut prompt, the id after it if its log-probability is to be reported, else NONE.
+        self.targets: np.ndarray | None = None
         if request.score_from is not None:
             self.targets = np.append(self.cut_prompt[1:], np.int32(NONE))
             self.targets[: request.score_from - 1 - self.prefill_from] = NONE
-        # Of the cut prompt, so many ids at most may come from another's cache: the logits of the others are needed.
+        # At most so many ids of the cut prompt may be copied from another slot, because the logits of the others are
+        # needed.
         self.max_shared = first_needed - 1 - self.prefill_from
         self.slot: int | None = None
         self.num_prefilled = 0  # ids of the cut prompt that are in the cache
-        self.num_run = 0  # of these, those that were not copied
-        self.charged: int | None = None  # to its client, in characters; None: it waits
+        self.num_run = 0  # ids of the cut prompt that ran, and were not copied
+        self.charged: int | None = None  # characters charged to its client; None while it waits
         self.num_emitted = 0  # completion ids emitted
-        self.num_cut = 0  # ids at the end that belong to a stop
-        self.refused: int | None = None  # the id with which its pattern ended it, which is not part of it
+        self.num_cut = 0  # ids at the end that belong to a stop and are not emitted
+        self.refused: int | None = None  # the id that ended its pattern; it is not part of the completion
         self.finish_reason: FinishReason | None = None
         self.scheduled_at = math.nan
         self.prefilled_at: float | None = None
-        self.is_timed = False  # its times until the first character were emitted
+        self.is_timed = False  # whether a delta has reported scheduled_at and prefilled_at
         self.unemitted_logprobs = Logprobs()
         self.unemitted_prompt_logprobs = Logprobs()
         self.guide: Guide | None = None
@@ -114,7 +119,8 @@ class Sequence:
             self._stop_pattern = StopPattern(_automaton(request.stop_pattern))
             self._stops.append(self._stop_pattern)
         self.num_held = 0  # ids at the end that may begin a stop
-        # Ids that may begin a stop: while none is held and none comes, ids need no other look. None: each needs one.
+        # Ids that may begin a stop. While none of them is held or arrives, `extend_simply` suffices. None: it never
+        # does.
         is_simple = (request.constraint is None or request.constrains_first) and request.stop_pattern is None
         self.notable = frozenset(stop[0] for stop in request.stop) if is_simple else None
 
@@ -132,22 +138,22 @@ class Sequence:
 
     @property
     def time_in_rows(self) -> float:
-        """Of its next character, the host's time for its stop pattern included."""
+        """The time of its next decode step, in rows, including the host's time for its stop pattern."""
         return 1.0 if self._stop_pattern is None else 1 + self._stop_pattern.num_partial / FOLLOWED_PER_ROW
 
     @property
     def num_followed(self) -> int:
-        """Time that the host has spent on its stop pattern, in characters."""
+        """The time that the host has spent on its stop pattern, in characters."""
         return 0 if self._stop_pattern is None else self._stop_pattern.num_followed // FOLLOWED_PER_ROW
 
     @property
     def ends(self) -> list[int]:
-        """The stops of one character."""
+        """The stop sequences of one character, as ids."""
         return [stop[0] for stop in self.request.stop if len(stop) == 1]
 
     @property
     def num_prompt_left(self) -> int:
-        """Prompt ids that are not in the cache yet."""
+        """The number of prompt ids that are not in the cache yet."""
         return len(self.cut_prompt) - self.num_prefilled
 
     @property
@@ -155,7 +161,7 @@ class Sequence:
         return self.finish_reason is not None
 
     def piece(self, length: int) -> Piece:
-        """The next `length` ids of the prompt, to be run."""
+        """Return the piece that runs the next `length` ids of the prompt."""
         assert self.slot is not None
         start, is_last = self.num_prefilled, length == self.num_prompt_left
         chooses = is_last and self.request.max_tokens > 0
@@ -171,9 +177,9 @@ class Sequence:
         )
 
     def extend_simply(self, ids: list[int]) -> bool:
-        """Take ids that are emitted at once and can only end the sequence by max_tokens, which the caller watches.
+        """Append ids that contain no beginning of a stop, and count them as emitted. The caller watches max_tokens.
 
-        False if they need `extend`.
+        Return False, and append nothing, if the ids need `extend`.
         """
         if self.notable is None or self.num_held or (self.notable and not self.notable.isdisjoint(ids)):
             return False
@@ -182,7 +188,7 @@ class Sequence:
         return True
 
     def extend(self, ids: list[int]) -> int:
-        """Take the next ids of the completion until one ends it; returns how many became part of it."""
+        """Append the next ids of the completion until one ends it. Return how many became part of it."""
         before = len(self.ids)
         for id in ids:
             self.append(id)
@@ -191,12 +197,12 @@ class Sequence:
         return len(self.ids) - before
 
     def append(self, id: int) -> None:
-        """Take the next id of the completion; ends the sequence at a stop, at max_tokens or where its pattern ends."""
+        """Append the next id of the completion. End the sequence at a stop, at max_tokens or at its pattern's end."""
         if self.guide is not None and not self.guide.push(id):
             self.finish_reason, self.refused = "stop", id
             return
         self.ids.append(id)
-        # A stop that is cut off begins after the least number of characters.
+        # A stop that is cut off may begin only after min_tokens characters.
         first = 0 if self.request.include_stop else self.request.min_tokens
         if self._stops and self.num_completion_tokens > first:
             matched = max(stop.push(id) or 0 for stop in self._stops)
@@ -211,9 +217,9 @@ class Sequence:
             self.finish_reason = "length"
 
     def emit(self) -> tuple[list[int], Logprobs | None, Logprobs | None]:
-        """Completion ids not emitted before, with their log-probabilities if requested, and those of the prompt.
+        """Return new completion ids, their log-probabilities if requested, and new log-probabilities of the prompt.
 
-        Ids that may begin a stop are held back until that is ruled out.
+        Ids that may begin a stop are held back until a stop is ruled out.
         """
         of_prompt, self.unemitted_prompt_logprobs = self.unemitted_prompt_logprobs, Logprobs()
         end = len(self.ids)

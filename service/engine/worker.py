@@ -1,7 +1,8 @@
-"""The inference process: loads the checkpoints and runs their engines.
+"""The inference process: it loads the checkpoints and runs their engines.
 
-One synchronous loop: take what arrived, one step of one engine, one frame to each HTTP process with deltas. It blocks
-while there is nothing to do. Ids and frames only: no text, no HTTP.
+Each turn of its synchronous loop takes the messages that arrived, runs one step of one engine, and sends one frame to
+each HTTP process that has deltas. The loop blocks while there is nothing to do. The process handles ids and frames
+only, no text and no HTTP.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NICENESS = 5  # an HTTP process goes first where both want a CPU: refusals and first characters wait for it
-MAX_RETRY_SECONDS = 3600  # of a Retry-After
+NICENESS = 5  # HTTP processes get the CPU first, because refusals and first characters wait for them
+MAX_RETRY_SECONDS = 3600  # the largest Retry-After
 
 
 class EngineAPI(LitAPI):
-    """What LitServe places on a device: the engines of all checkpoints in the listing."""
+    """The object that LitServe places on a device; it holds the engines of all checkpoints in the listing."""
 
-    # From the server:
+    # Set by the server:
     settings: Settings  # without the API keys
-    folder: Path  # the run's own, with the listing of checkpoints
+    folder: Path  # the folder of this run, with the listing of checkpoints
     state: SharedState
     backend: str
     dtype: str
-    slots: int  # sequences that one client can run
-    # From `setup`:
+    slots: int  # the number of sequences that one client can run
+    # Set by `setup`:
     host: Host
     metrics: Metrics
 
@@ -87,7 +88,8 @@ class EngineAPI(LitAPI):
         relax_garbage_collector()
 
     def open_engine(self, device: str, version: Version) -> Engine:
-        """
+        """Load a version, check that its backend computes the model, and return an engine for it.
+
         Raises:
             CheckpointError: the copy of the checkpoint is gone or was altered.
             SelfCheckError: the backend computes something else than the model.
@@ -115,20 +117,20 @@ class EngineAPI(LitAPI):
 
 
 class EngineLoop(LitLoop):
-    """LitServe calls `run` for ever; each call is one iteration."""
+    """The loop of the process. LitServe calls `run` again and again; each call is one iteration."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sockets: WorkerSide | None = None
         self._stopping = False
         self._flush_at = 0.0
-        self._is_trimmed = True  # nothing has come since
-        self._early: list[tuple[int, Submit]] = []  # for models that may be on their way
+        self._is_trimmed = True  # whether no message has arrived since memory was trimmed
+        self._early: list[tuple[int, Submit]] = []  # requests for models that this process may be about to load
 
     def __call__(self, *arguments: Any) -> None:
         try:
             super().__call__(*arguments)
-        except Exception:  # multiprocessing would print it
+        except Exception:  # log it here, because multiprocessing would print it
             logger.critical("uncaught exception", exc_info=True)
             raise SystemExit(1) from None
 
@@ -193,12 +195,12 @@ class EngineLoop(LitLoop):
                     self._early.append((consumer_id, message))
                     return
                 try:
-                    hosted = host.models[message.model]  # KeyError: replaced, and this process has started since
+                    hosted = host.models[message.model]  # KeyError: replaced before this process started
                     hosted.submit(message, lit_api.settings.max_queue_seconds)
                 except BusyError as error:
                     seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(message))))
                     sockets.send(Refused(message.id, str(error), seconds), consumer_id)
-                except Exception:  # of this request alone
+                except Exception:  # only this request fails
                     logger.exception("a sequence could not be queued", extra={"request_ids": [message.request_id]})
                     sockets.send(Step.of([Delta(message.id, [], "error")]), consumer_id)
             case Abort(id):
@@ -213,20 +215,20 @@ class EngineLoop(LitLoop):
                             hosted.engine.abort(id)
 
     def _stop(self, *_: Any) -> None:
-        """SIGTERM: exit once no HTTP process is connected; they end first."""
+        """Handle SIGTERM: exit when no HTTP process is connected any more. The HTTP processes end first."""
         self._stopping = True
         assert self._sockets is not None
         self._sockets.wake()
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Of this machine or of a GPU, whichever library noticed."""
+    """Whether an error of any library means that this machine or a GPU is out of memory."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in text or "status_alloc_failed" in text
 
 
 def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -> None:
-    """Metrics of a model's last step."""
+    """Record the metrics of a model's last step."""
     metrics, stats = hosted.metrics, hosted.engine.stats
     metrics.iteration.observe(stats.seconds)
     for phase, seconds in stats.phases.items():
@@ -244,7 +246,7 @@ def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -
         metrics.exact_candidates.inc(stats.num_candidates)
         metrics.exact_matches.inc(stats.num_matches)
         metrics.exact_candidate_tokens.inc(stats.num_candidate_tokens)
-    # A version before or after this one has the same series.
+    # An earlier or later version of the same model has the same series.
     schedulers = [other.engine.scheduler for other in host.models.values() if other.metrics is metrics]
     running = sum(scheduler.num_running for scheduler in schedulers)
     metrics.num_requests_running.set(running)
