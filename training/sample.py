@@ -6,13 +6,11 @@ Text i has seed `params.seed + i`, so that each text can be reproduced alone.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -33,6 +31,7 @@ from training.data import Corpus
 from training.inputs import Encoder, compile_pattern, load_model, splitting_of, training_corpus
 from training.messages import Refusal, plural, unescaped
 from training.records import separator_between
+from training.rows import write_rows
 from training.selfcheck import computes
 
 MAX_RUNNING = 128
@@ -160,26 +159,26 @@ def novelty(args: argparse.Namespace, checkpoint: Checkpoint, given: str) -> Cal
 
 def write(texts: Iterable[tuple[int, list[int]]], count: int, form: str, plan: Plan, tokenizer: CharTokenizer) -> int:
     """Print texts in a form of --format, with progress, and return the number of characters sampled."""
-    characters, table = 0, csv.writer(sys.stdout, lineterminator="\n")
-    if form == "csv":
-        table.writerow(("text", "seed"))
+    characters = 0
     # Texts go to standard output, which may be a file; rich would send them to the console.
     console = Console(stderr=True)
     is_hidden = not console.is_terminal or count == 1 or sys.stdout.isatty()
     bar = Progress(console=console, disable=is_hidden, redirect_stdout=False)
-    try:
-        with bar:
-            for number, (seed, ids) in enumerate(bar.track(texts, total=count, description="texts")):
-                characters += len(ids)
-                text = plan.given + tokenizer.decode(ids)
-                if form == "csv":
-                    table.writerow((text, seed))
-                elif form == "jsonl":
-                    print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
-                else:
-                    print(plan.between if number else "", text, sep="", end="")
-    finally:  # also before the line of an error
-        if form == "text":
+
+    def rows() -> Iterator[dict[str, Any]]:
+        nonlocal characters
+        for seed, ids in bar.track(texts, total=count, description="texts"):
+            characters += len(ids)
+            yield {"text": plan.given + tokenizer.decode(ids), "seed": seed}
+
+    with bar:
+        if form != "text":
+            write_rows(rows(), ("text", "seed"), form)
+            return characters
+        try:
+            for number, row in enumerate(rows()):
+                print(plan.between if number else "", row["text"], sep="", end="")
+        finally:  # before an error's line too
             print(flush=True)
     return characters
 
