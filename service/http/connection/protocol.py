@@ -258,9 +258,8 @@ class Connection(asyncio.Protocol):
         request.responder = None
         self._server.total_requests += 1
         self._is_first = False
-        self._own_deadline = (
-            time.monotonic() + self._idle_seconds
-        )  # or, if it closes, limit for the client to read the answer
+        # Limit for the next request to begin or, if the connection closes, for the client to read the answer.
+        self._own_deadline = time.monotonic() + self._idle_seconds
         if not request.is_complete:
             self._linger()
         elif self._is_ending or not self._keeps_alive:

@@ -18,6 +18,7 @@ from service.model.params import MAX_SEED
 from service.wire import Submit, floats
 
 Echo = list[str] | None  # the prompt of each sequence, if the answer begins with it
+Ranked = list[tuple[float, Piece]]  # candidates, each with its score; the highest is best
 
 
 async def best_of(
@@ -118,13 +119,18 @@ def _cut(piece: Piece, min_tokens: int, ends: set[int] | None) -> list[Piece]:
     return [whole, *(msgspec.structs.replace(whole, text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]
 
 
-def _drawn(ranked: list[tuple[float, Piece]], submits: list[Submit], n: int, num_candidates: int) -> list[Piece]:
-    """n of each prompt's candidates, each drawn in proportion to the exponential of its score; renumbered."""
-    by_prompt: dict[int, list[tuple[float, Piece]]] = {}
+def _by_prompt(ranked: Ranked, num_candidates: int) -> list[tuple[int, Ranked]]:
+    """The candidates of each prompt, by its number."""
+    by_prompt: dict[int, Ranked] = {}
     for score, piece in ranked:
         by_prompt.setdefault(piece.number // num_candidates, []).append((score, piece))
+    return sorted(by_prompt.items())
+
+
+def _drawn(ranked: Ranked, submits: list[Submit], n: int, num_candidates: int) -> list[Piece]:
+    """n of each prompt's candidates, each drawn in proportion to the exponential of its score; renumbered."""
     drawn: list[Piece] = []
-    for prompt, candidates in sorted(by_prompt.items()):
+    for prompt, candidates in _by_prompt(ranked, num_candidates):
         highest = max(score for score, _ in candidates)
         weights = [math.exp(score - highest) for score, _ in candidates]
         chance = random.Random(submits[prompt * num_candidates].sampling.seed)
@@ -133,15 +139,17 @@ def _drawn(ranked: list[tuple[float, Piece]], submits: list[Submit], n: int, num
     return drawn
 
 
-def _best(ranked: list[tuple[float, Piece]], n: int, num_candidates: int) -> list[Piece]:
+def _best(ranked: Ranked, n: int, num_candidates: int) -> list[Piece]:
     """The n candidates of each prompt with the highest score, renumbered; repetitions of a text come last."""
-    by_prompt: dict[int, list[tuple[bool, float, int, Piece]]] = {}
-    for i, (score, piece) in enumerate(ranked):
-        others = by_prompt.setdefault(piece.number // num_candidates, [])
-        is_repeated = any(piece.text == other.text for *_, other in others)
-        others.append((is_repeated, -round(score, 4), i, piece))
-    return [
-        msgspec.structs.replace(piece, number=prompt * n + place)
-        for prompt, candidates in sorted(by_prompt.items())
-        for place, (*_, piece) in enumerate(sorted(candidates)[:n])
-    ]
+    best: list[Piece] = []
+    for prompt, candidates in _by_prompt(ranked, num_candidates):
+        texts: set[str] = set()
+        ordered = []
+        for i, (score, piece) in enumerate(candidates):
+            ordered.append((piece.text in texts, -round(score, 4), i, piece))
+            texts.add(piece.text)
+        best += [
+            msgspec.structs.replace(piece, number=prompt * n + place)
+            for place, (*_, piece) in enumerate(sorted(ordered)[:n])
+        ]
+    return best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, cast
@@ -11,20 +10,19 @@ import msgspec
 
 from service.http.answering.forms import CompletionForm, Form
 from service.http.answering.stream import DONE, Pieces, write_stream, write_whole
-from service.http.api.bodies import CompletionRequest, GenerateRequest, GenerationRequest
+from service.http.api.bodies import CompletionRequest, GenerateRequest, GenerationRequest, Prompt
 from service.http.api.errors import invalid, shortened
-from service.http.engine.encoding import Encoder, begun, check_ids, unknown_characters
+from service.http.engine.encoding import Encoder, begun, check_ids
 from service.http.engine.lease import PROMPT_BYTES
 from service.http.engine.model import Model
 from service.http.engine.sequences import Generation, Piece
 from service.http.handlers.candidates import best_of, exact_or_masked, infill
+from service.http.handlers.conditions import Conditions
 from service.http.request import NO_STORE, Request
 from service.http.service import Service
 from service.model.params import MAX_SEED
 from service.wire import Draw, Submit
-from service.words import plural
 
-_patterns = operator.attrgetter("regex", "choice", "allowed_characters", "allowed_token_ids", "bad_words", "stop_regex")
 SUFFIX_CANDIDATES = 8  # candidates per prompt, unless the request or a limit says otherwise
 EVENT_SOURCE_END = b"done"  # id of the last event, with which EventSource reconnects
 
@@ -65,41 +63,28 @@ async def _answer(
 ) -> None:
     """Answer a request. query: its fields, if they are not in the body."""
     body, model = await service.read(kind, request, query)
-    given = body.prompts
-    is_list = given is body.prompt
-    if (longest := body.truncate_prompt_tokens) is not None:
-        longest = service.settings.max_prompt_characters if longest < 0 else longest
-        given = [prompt[max(0, len(prompt) - longest) :] for prompt in given]
-        body.prompt = cast(Any, given if is_list else given[0])  # do not keep the rest
+    given = _truncated(service, body)
     candidates = _check_limits(service, model, body, len(given))
-
     encoder = Encoder(service, model, body)
     prompts = encoder.short(given)
     if prompts is None:
         service.hold(request, body, sum(map(len, given)))
-        prompts = await encoder.encode_prompts(given, is_list)
+        prompts = await encoder.encode_prompts(given, given is body.prompt)
         given = body.prompt = []  # do not keep both prompt and ids
-    suffix: list[int] = []
-    if body.suffix:
-        service.hold(request, body, sum(map(len, prompts)) + len(body.suffix))
-        suffix = (await encoder.encode(body.suffix, "suffix"))[: model.receptive_field]
-        body.suffix = None
-        if not suffix:
-            raise invalid("suffix", "none of its characters is in the vocabulary")
     num_given, seeds = sum(map(len, prompts)), body.seed
+    suffix = await _suffix(service, request, encoder, body, num_given)
     if not isinstance(seeds, list):
         seeds = [service.random.getrandbits(52) if seeds is None else seeds for _ in prompts]
 
     shared = _shared(service, model, body, seeds[0], candidates)
-    if body.min_tokens or any(_patterns(body)):
+    conditions = Conditions(request.client, model, body, bool(suffix))
+    if conditions.are_given:
         service.hold(request, body, num_given + len(suffix))
-        await _constrain(request.client, model, body, shared, bool(suffix))
+        await conditions.constrain(shared)
     if body.exact:
         shared.draw, candidates = _draw(service, request.client, body, prompts), 1
     submits = _submits(model, body, shared, prompts, seeds, candidates)
-    is_whole_match = body.regex is not None or body.choice is not None  # not a record, before a suffix
-    if model.record_end is not None and not body.ignore_eos and not (suffix and is_whole_match):
-        await _begin_records(request.client, model, body, submits)
+    await conditions.begin_records(submits)
     scoring = _prompt_scoring(model, body, submits[::candidates])
     rankings = candidates * len(prompts) if suffix else 0
     # For a model of records, the form of the answer also keeps the given prompt.
@@ -111,25 +96,60 @@ async def _answer(
     request.num_prompt_tokens = num_given
 
     form = form_class(request, encoder, seeds, body, prompts)
-    pieces: Pieces
-    if suffix:
-        pieces = infill(service, request, submits, body.n, candidates, suffix, echo, body.infill == "draw")
-    elif body.mask_rest:
-        pieces = exact_or_masked(service, request, submits, body.n)
-    elif candidates > body.n:
-        pieces = best_of(service, request, submits, body, candidates, echo)
-    else:
-        default = service.settings.stream_interval_seconds
-        interval = default if body.stream_interval is None else body.stream_interval
-        pieces = service.start(request, submits, echo=echo, interval=interval if body.stream else None)
+    pieces = _pieces(service, request, body, submits, candidates, suffix, echo)
     encoder.count_unknown()
-
     if scoring:
         pieces = _then_score(service, request, pieces, scoring, form)
     if body.stream:
         await write_stream(request, pieces, form, done)
     else:
         await write_whole(request, pieces, form)
+
+
+def _truncated(service: Service, body: GenerationRequest) -> list[Prompt]:
+    """Return the prompts, each without the beginning that truncate_prompt_tokens cuts off."""
+    given = body.prompts
+    if (longest := body.truncate_prompt_tokens) is not None:
+        is_list = given is body.prompt
+        longest = service.settings.max_prompt_characters if longest < 0 else longest
+        given = [prompt[max(0, len(prompt) - longest) :] for prompt in given]
+        body.prompt = cast(Any, given if is_list else given[0])  # do not keep the rest
+    return given
+
+
+async def _suffix(
+    service: Service, request: Request, encoder: Encoder, body: GenerationRequest, num_given: int
+) -> list[int]:
+    """Return the ids of the suffix, if there is one, as far as the model can see."""
+    if not body.suffix:
+        return []
+    service.hold(request, body, num_given + len(body.suffix))
+    suffix = await encoder.encode(body.suffix, "suffix")
+    body.suffix = None
+    if not suffix:
+        raise invalid("suffix", "none of its characters is in the vocabulary")
+    return suffix[: encoder.model.receptive_field]
+
+
+def _pieces(
+    service: Service,
+    request: Request,
+    body: GenerationRequest,
+    submits: list[Submit],
+    candidates: int,
+    suffix: list[int],
+    echo: list[str] | None,
+) -> Pieces:
+    """Start the sequences, and return the pieces of the answer."""
+    if suffix:
+        return infill(service, request, submits, body.n, candidates, suffix, echo, body.infill == "draw")
+    if body.mask_rest:
+        return exact_or_masked(service, request, submits, body.n)
+    if candidates > body.n:
+        return best_of(service, request, submits, body, candidates, echo)
+    default = service.settings.stream_interval_seconds
+    interval = default if body.stream_interval is None else body.stream_interval
+    return service.start(request, submits, echo=echo, interval=interval if body.stream else None)
 
 
 def _check_limits(service: Service, model: Model, body: GenerationRequest, count: int) -> int:
@@ -241,87 +261,6 @@ async def _then_score(
     await generation.whole()
     form.prompt_logprobs = [generation.prompt_logprobs(i) for i in range(len(scoring))]
     return complete
-
-
-async def _constrain(client: str, model: Model, body: GenerationRequest, submit: Submit, is_infill: bool) -> None:
-    """Set the patterns that a request asks for. is_infill: a suffix follows."""
-    allowed, end = None, None if body.ignore_eos or not body.max_tokens else model.record_end
-    end_character = model.record_end_character
-    if body.allowed_characters is not None:
-        unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in model.tokenizer]
-        if unknown:
-            raise unknown_characters(unknown, len(unknown), "allowed_characters")
-        allowed = frozenset(body.allowed_characters)
-    elif body.allowed_token_ids is not None:
-        check_ids(model, body.allowed_token_ids, "allowed_token_ids")
-        allowed = frozenset(model.tokenizer.decode(body.allowed_token_ids))
-    if body.stop_regex is not None:
-        within = None if end is None else model.checkpoint.text_characters
-        stop_pattern = await model.patterns.compile(client, "stop_regex", body.stop_regex, within)
-        if stop_pattern.matches_empty:
-            raise invalid("stop_regex", "must not match the empty text")
-        submit.stop_pattern = stop_pattern.packed
-    if body.regex is not None or body.choice is not None:
-        param = "regex" if body.choice is None else "choice"
-        pattern, words = body.regex or tuple(body.choice or ()), tuple(body.bad_words or ())
-        if is_infill and end is not None:  # the record goes on after the answer
-            allowed = (frozenset(model.tokenizer.characters) if allowed is None else allowed) - {end_character}
-            end = None
-        elif end is not None and (within := model.checkpoint.text_characters):
-            allowed = within if allowed is None else allowed & within
-        its_last = None if end is None else end_character
-        constraint = await model.patterns.compile(client, param, pattern, allowed, its_last, words)
-        # What ends a record is usually not part of the answer.
-        its_end = int(end is not None and not body.include_stop_str_in_output)
-        if constraint.min_length - its_end > body.max_tokens:
-            shortest = plural(constraint.min_length - its_end, "character")
-            raise invalid(param, f"the shortest match has {shortest}, max_tokens is {body.max_tokens}")
-        submit.constraint = constraint.packed
-        if end is not None:
-            submit.max_tokens, submit.may_leave, submit.stop = body.max_tokens + its_end, False, (*submit.stop, (end,))
-            if body.min_tokens + 1 > constraint.min_length:
-                submit.minimum = await _record_minimum(client, model, body, constraint.packed, body.min_tokens)
-        elif body.min_tokens > constraint.min_length:
-            its = constraint.packed, body.min_tokens, body.max_tokens
-            submit.minimum = await model.patterns.minimum(client, param, *its)
-    elif allowed is not None or body.bad_words or (body.min_tokens and end is not None):
-        words, its_last = tuple(body.bad_words or ()), None if end is None else end_character  # allowed too
-        compiled = await model.patterns.compile(client, "bad_words", words, allowed, its_last)
-        submit.constraint = compiled.packed
-        submit.may_leave = False
-        if end is not None:
-            submit.stop = (*submit.stop, (end,))
-            if body.min_tokens:
-                submit.minimum = await _record_minimum(client, model, body, compiled.packed, body.min_tokens)
-        elif body.min_tokens:  # some texts may allow no further character
-            its = compiled.packed, body.min_tokens, body.max_tokens
-            submit.minimum = await model.patterns.minimum(client, _limiting(body), *its)
-
-
-async def _begin_records(client: str, model: Model, body: GenerationRequest, submits: list[Submit]) -> None:
-    """Forbid an empty record, because the model was trained on none."""
-    begins = [] if body.min_tokens else [it for it in submits if it.prompt[-1] == model.record_end]
-    if begins and begins[0].constraint is None:
-        first = (await model.patterns.compile(client, "prompt", f"[^{model.record_end_character}]")).packed
-        for submit in begins:
-            submit.constraint, submit.constrains_first = first, True
-    elif begins:
-        minimum = await _record_minimum(client, model, body, begins[0].constraint or b"", 1)
-        for submit in begins:
-            submit.minimum = minimum
-
-
-async def _record_minimum(client: str, model: Model, body: GenerationRequest, packed: bytes, length: int) -> bytes:
-    """For records of at least `length` characters and what ends them, or of max_tokens."""
-    wanted = f"{plural(length, 'character')} before the end of the record"
-    longest = body.max_tokens + (body.regex is not None or body.choice is not None)
-    return await model.patterns.minimum(client, _limiting(body), packed, length + 1, max(longest, length + 1), wanted)
-
-
-def _limiting(body: GenerationRequest) -> str:
-    """Return the name of the field that limits the texts, if there is one."""
-    names = ("regex", "choice", "bad_words", "allowed_characters", "allowed_token_ids")
-    return next((name for name in names if getattr(body, name, None)), "min_tokens")
 
 
 def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
