@@ -146,7 +146,7 @@ def _new_run(
         resuming = "--resume to continue that run, " if is_run else ""
         raise ResumeError(f"{found}; pass {resuming}--overwrite to replace it, or another --out")
     corpus = _corpus_of(config)
-    tokenizer, origin = corpus.tokenizer, None
+    tokenizer, recoded, origin = corpus.tokenizer, corpus, None
     for note in corpus.notes:
         say(console, note)
     for path in (*config.teachers, *([config.init_from] if config.init_from else [])):
@@ -157,13 +157,13 @@ def _new_run(
         say(console, describe_origin(config, origin, corpus))
         refuse_short_text(config, corpus)
         tokenizer = origin.tokenizer
-        for note in recode(corpus, tokenizer).notes[len(corpus.notes) :]:
+        recoded = recode(corpus, tokenizer)
+        for note in recoded.notes[len(corpus.notes) :]:
             say(console, note)
     longest = min((Checkpoint.read(path).config.block_size for path in config.teachers), default=None)
     parts = world.size * config.accumulate
     if config.minutes:
         refuse_other_weights(config.model_config(tokenizer.vocab_size))  # before the plan measures speeds
-        recoded = recode(corpus, tokenizer)
         plan = Plan(config, recoded, adaptable, parts, lambda each: measured_speed(each, recoded, world, origin))
         config = plan.config
         for line in plan.explanation():

@@ -23,7 +23,17 @@ from training.distributed import World
 from training.finetune import Origin
 from training.loop import Run
 from training.messages import duration, flags, plural
-from training.recipe import EPOCHS, MIN_STEPS, PATIENCE, SHAPE, TUNED_RATES, regularization, rows_of, window_for
+from training.recipe import (
+    EPOCHS,
+    MIN_STEPS,
+    PATIENCE,
+    SHAPE,
+    TUNED_RATES,
+    regularization,
+    rows_of,
+    window_for,
+    with_open,
+)
 
 LADDER: tuple[dict[str, Any], ...] = (
     {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 128},
@@ -59,7 +69,7 @@ class Plan:
         self.corpus, self.adaptable, self.parts, self.speed = corpus, adaptable, parts, speed
         self.deadline = time.monotonic() + 60 * config.minutes * TRAINED_SHARE
         self.length = len(corpus.train)
-        start = self.with_open(config, TUNED_RATES) if config.init_from else config
+        start = with_open(config, TUNED_RATES, self.adaptable) if config.init_from else config
         chooses_size = adaptable >= set(SHAPE) and not config.init_from
         self.rate = math.inf  # speed of the largest size chosen so far; a larger size is no faster
         for number, size in enumerate(LADDER if chooses_size else ({},)):
@@ -74,11 +84,11 @@ class Plan:
             half = rows_of(self.config.tokens_per_step // 2, self.config.block_size, parts)
             self.remeasured({"batch_size": half})
         dropout = self.config.dropout
-        self.config = self.with_open(self.config, self.regularized())
+        self.config = with_open(self.config, self.regularized(), self.adaptable)
         if self.config.dropout > dropout:
             self.remeasured({})
         self.time_is_left = self.characters == EPOCHS * self.length
-        self.config = self.with_open(self.config, self.schedule())
+        self.config = with_open(self.config, self.schedule(), self.adaptable)
 
     @property
     def seconds_left(self) -> float:
@@ -98,17 +108,14 @@ class Plan:
         vocab_size = self.corpus.tokenizer.vocab_size
         return config.model_config(vocab_size).num_parameters - 2 * vocab_size * config.n_embd
 
-    def with_open(self, config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
-        return replace(config, **{name: value for name, value in values.items() if name in self.adaptable})
-
     def sized(self, config: TrainConfig, size: dict[str, Any]) -> TrainConfig:
-        config = self.with_open(config, size)
-        config = self.with_open(config, {"block_size": window_for(config, self.corpus, self.adaptable)})
+        config = with_open(config, size, self.adaptable)
+        config = with_open(config, {"block_size": window_for(config, self.corpus, self.adaptable)}, self.adaptable)
         batch_size = rows_of(STEP * config.n_embd, config.block_size, self.parts)
-        return self.with_open(config, {"batch_size": batch_size})
+        return with_open(config, {"batch_size": batch_size}, self.adaptable)
 
     def remeasured(self, values: dict[str, Any]) -> None:
-        self.config = self.with_open(self.config, values)
+        self.config = with_open(self.config, values, self.adaptable)
         self.rate = self.speed(self.config)
 
     def regularized(self) -> dict[str, Any]:

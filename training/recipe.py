@@ -70,6 +70,11 @@ def fitted(
     return wanted, {name: after[name] for name in after if name in adaptable and after[name] != before[name]}
 
 
+def with_open(config: TrainConfig, values: dict[str, Any], adaptable: Set[str]) -> TrainConfig:
+    """Change the settings that the user has left open."""
+    return replace(config, **{name: value for name, value in values.items() if name in adaptable})
+
+
 def _fitted(
     config: TrainConfig,
     corpus: Corpus,
@@ -78,44 +83,61 @@ def _fitted(
     longest_window: int | None,
     preset: TrainConfig,
 ) -> TrainConfig:
-    length = len(corpus.train)
-
-    def with_open(wanted: TrainConfig, values: dict[str, Any]) -> TrainConfig:
-        """Change the settings that the user has left open."""
-        return replace(wanted, **{name: value for name, value in values.items() if name in adaptable})
-
-    wanted = with_open(config, TUNED_RATES) if config.init_from else config
-    if longest_window is not None:
-        wanted = with_open(wanted, {"block_size": min(longest_window, wanted.block_size)})
+    """Apply the rules, one after the other."""
     trained = max(each.steps * each.tokens_per_step for each in (preset, config))
-    is_small = trained > (TAUGHT_EPOCHS if config.teachers else EPOCHS) * length
+    is_small = trained > (TAUGHT_EPOCHS if config.teachers else EPOCHS) * len(corpus.train)
+    wanted = with_open(config, TUNED_RATES, adaptable) if config.init_from else config
+    if longest_window is not None:
+        wanted = with_open(wanted, {"block_size": min(longest_window, wanted.block_size)}, adaptable)
     characters = preset.tokens_per_step
     if is_small:
-        if adaptable >= set(SHAPE):
-            wanted = replace(wanted, n_layer=min(config.n_layer, max(MIN_DEPTH, int(SMALL_DEPTH * config.n_layer))))
-        sizes_are_open = adaptable >= set(SHAPE) or config.init_from is not None
-        window = {"block_size": min(SMALL_WINDOW, wanted.block_size)}
-        wanted = with_open(wanted, regularization(wanted, length if sizes_are_open else None) | window)
+        wanted = _small_model(wanted, len(corpus.train), adaptable)
         # Smaller steps; the schedule below takes more of them, so that the run does not train on less text.
         characters = min(characters, max(MIN_STEP, int(SMALL_STEP * characters)))
-    block_size, batch_size = window_for(wanted, corpus, adaptable), config.batch_size
-    if "batch_size" in adaptable:
-        if (block_size, characters) != (config.block_size, config.tokens_per_step) or config.batch_size % parts:
-            batch_size = rows_of(characters, block_size, parts)
-    wanted = replace(wanted, block_size=block_size, batch_size=batch_size)
-    if is_small and (corpus.records is not None or 2 * wanted.block_size <= length):
-        sampler = sampler_of(corpus, wanted.block_size, wanted.seed)
-        steps = max(MIN_STEPS, round(EPOCHS * sampler.per_epoch / sampler.rows(wanted.tokens_per_step)))
-        steps = steps if "steps" in adaptable else wanted.steps
-        evaluations = 10 if steps >= MIN_STEPS else SHORT_EVALUATIONS
-        schedule: dict[str, Any] = {
-            "steps": steps, "warmup_steps": min(config.warmup_steps, steps // 4),
-            "eval_every": max(1, steps // evaluations), "patience": PATIENCE,
-        }  # fmt: skip
-        wanted = with_open(wanted, schedule)
+    wanted = _batch(config, wanted, corpus, adaptable, characters, parts)
+    if is_small and (corpus.records is not None or 2 * wanted.block_size <= len(corpus.train)):
+        wanted = with_open(wanted, _schedule(wanted, corpus, adaptable), adaptable)
     if wanted.steps < MIN_EVALUATIONS * wanted.eval_every:
-        wanted = with_open(wanted, {"eval_every": max(1, wanted.steps // SHORT_EVALUATIONS)})
+        wanted = with_open(wanted, {"eval_every": max(1, wanted.steps // SHORT_EVALUATIONS)}, adaptable)
     return wanted
+
+
+def _small_model(config: TrainConfig, length: int, adaptable: Set[str]) -> TrainConfig:
+    """Fewer blocks, a shorter window and more regularization, for a text of `length` characters."""
+    shape_is_open = adaptable >= set(SHAPE)
+    wanted = config
+    if shape_is_open:
+        wanted = replace(config, n_layer=min(config.n_layer, max(MIN_DEPTH, int(SMALL_DEPTH * config.n_layer))))
+    values = regularization(wanted, length if shape_is_open or config.init_from is not None else None)
+    values["block_size"] = min(SMALL_WINDOW, wanted.block_size)
+    return with_open(wanted, values, adaptable)
+
+
+def _batch(
+    given: TrainConfig, config: TrainConfig, corpus: Corpus, adaptable: Set[str], characters: int, parts: int
+) -> TrainConfig:
+    """The window that the text needs, and a batch of about `characters`.
+
+    The given batch is kept if nothing else has changed.
+    """
+    block_size, batch_size = window_for(config, corpus, adaptable), given.batch_size
+    is_changed = (block_size, characters) != (given.block_size, given.tokens_per_step) or batch_size % parts
+    if "batch_size" in adaptable and is_changed:
+        batch_size = rows_of(characters, block_size, parts)
+    return replace(config, block_size=block_size, batch_size=batch_size)
+
+
+def _schedule(config: TrainConfig, corpus: Corpus, adaptable: Set[str]) -> dict[str, Any]:
+    """EPOCHS passes over a small text, unless the user has set the steps."""
+    steps = config.steps
+    if "steps" in adaptable:
+        sampler = sampler_of(corpus, config.block_size, config.seed)
+        steps = max(MIN_STEPS, round(EPOCHS * sampler.per_epoch / sampler.rows(config.tokens_per_step)))
+    evaluations = 10 if steps >= MIN_STEPS else SHORT_EVALUATIONS
+    return {
+        "steps": steps, "warmup_steps": min(config.warmup_steps, steps // 4),
+        "eval_every": max(1, steps // evaluations), "patience": PATIENCE,
+    }  # fmt: skip
 
 
 def regularization(config: TrainConfig, length: int | None) -> dict[str, Any]:
