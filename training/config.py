@@ -128,7 +128,7 @@ class TrainConfig:
     eval_chars: int = expert(1_000_000, "validation characters per evaluation; 0: all", (0, 10**12))
     score_chars: str = expert(
         "auto",
-        "validation characters that the final report scores, or all; auto: few enough to take under a tenth of the time",
+        "validation characters that the final report scores, or all; auto: as many as a tenth of the time allows",
     )
     patience: int = option(0, "stop after this many evaluations without a new best; 0: never", COUNT_OR_NONE)
     log_every: int = expert(10, "steps between log lines", COUNT)
