@@ -98,7 +98,7 @@ class TrainConfig:
     # optimization
     minutes: float = option(
         0.0,
-        "limit of the run's time; this machine's speed then decides the model size and the steps; 0: the preset does",
+        "limit of the run's time in minutes; this machine's speed decides the model size and steps; 0: the preset does",
         (0, 10**6),
     )
     steps: int = option(2800, "optimizer steps", COUNT)
