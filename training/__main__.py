@@ -1,6 +1,7 @@
 """The commands: python -m training prepare | train | evaluate | sample | score | report | export | lecture.
 
-`chargpt train` and so on run the same commands. Here are their flags; each runs `command` of its own module.
+`chargpt train` and so on run the same commands. This module defines their flags. Each command calls the function
+`command` of its own module.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HELP_ALL = "--help-all"
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows every default, except for switches that are off."""
+    """Shows the default of every flag that has one, except for switches that are off."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
@@ -47,8 +48,9 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses abbreviated flags, so that adding a flag never changes what an existing command means; and says what is
-    wrong in a line, without a page of usage.
+    """A parser that refuses abbreviated flags, and prints an error as one line without the usage.
+
+    If abbreviations were allowed, a new flag could change the meaning of an existing command.
     """
 
     def __init__(self, **options: Any):
@@ -62,7 +64,7 @@ class Parser(argparse.ArgumentParser):
             close = difflib.get_close_matches(unknown[0], flags, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             if not close and getattr(parsed, "records", None) == LINES:
-                hint = f"; as what separates records it is --records={unknown[0]}"
+                hint = f"; to use it as the separator of records, write --records={unknown[0]}"
             parser.error(f"unknown argument {unknown[0]}{hint}")
         return parsed
 
@@ -72,7 +74,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(show_all: bool = False) -> Parser:
-    """show_all: also what the first screen of help leaves out."""
+    """Return the parser of all commands.
+
+    show_all: True: help also shows the less common commands and flags.
+    """
     parser = Parser(prog=program(), description="Train a character-level GPT on a text.")
     parser.add_argument("--version", action="version", version=f"chargpt {release()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -90,7 +95,7 @@ def build_parser(show_all: bool = False) -> Parser:
     p.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     add_config_flags(p, show_all)
 
-    p = command("evaluate", "measure a checkpoint's loss on a text")
+    p = command("evaluate", "measure the loss of a checkpoint on a text")
     add_model_flags(p)
     add_data_flags(p, f"{DATA_HELP} (default: the validation split of the training text)")
     add_unknown_flags(p, "--data")
@@ -106,22 +111,22 @@ def build_parser(show_all: bool = False) -> Parser:
     p.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
     p.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest characters; 0: all")
     for flag, default, characters in (
-        ("--top-p", 1.0, "the likeliest characters up to this total probability"),
-        ("--min-p", 0.0, "characters at least this probable beside the likeliest"),
+        ("--top-p", 1.0, "the smallest set of likeliest characters with this probability"),
+        ("--min-p", 0.0, "characters at least this probable, relative to the likeliest"),
         ("--typical-p", 1.0, "the most typical characters with this probability"),
     ):
         p.add_argument(flag, type=float, default=default, help=f"sample from {characters}")
     p.add_argument(
         "--stop", action="append", default=[], metavar="TEXT",
-        help=rf"end a text before this string; repeatable (default for records: their end); {ESCAPES}",
+        help=rf"end a text before this string; repeatable (default for records: the end of a record); {ESCAPES}",
     )  # fmt: skip
     p.add_argument("--stop-regex", metavar="REGEX", help="end a text before the first match of this regular expression")
-    p.add_argument("--regex", help="what follows the prompt matches this regular expression as a whole")
+    p.add_argument("--regex", help="generate texts that match this regular expression as a whole, without the prompt")
     add_exact_flags(p)
     add_unknown_flags(p, "the prompt")
     p.add_argument("--unique", action="store_true", help="skip duplicate texts")
     p.add_argument("--novel", action="store_true", help="skip texts that are lines of the training text")
-    add_data_flags(p, f"of --novel, the training text: {DATA_HELP} (default: where the run read it)")
+    add_data_flags(p, f"the training text for --novel: {DATA_HELP} (default: the files that the run read)")
     add_format_flag(p, ("text", "jsonl", "csv"), "plain texts; or JSON lines or CSV, with seeds")
 
     p = command("score", "print the log-likelihood of each line of a text, or its strangest lines")
@@ -129,11 +134,11 @@ def build_parser(show_all: bool = False) -> Parser:
     p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file")
     p.add_argument(
         "--records", action=argparse.BooleanOptionalAction,
-        help="score each record from the end of the one before to its own, as it is trained on; else score lines, "
-        "whose first character is not scored, and whose line break is no part of them (default: as the model was "
-        "trained, and as texts of /v1/score)",
+        help="score records as in training: with their end, after the end of another record. --no-records: score lines "
+        "without their line break; the first character of a line is not scored (default: as the model was trained, as "
+        "in /v1/score)",
     )  # fmt: skip
-    p.add_argument("--top", type=int, metavar="N", help="print the N strangest lines, by falling bits per character")
+    p.add_argument("--top", type=int, metavar="N", help="print the N strangest lines: most bits per character first")
     p.add_argument("--sort", action="store_true", help="print all lines, the strangest first")
     add_format_flag(p, ("jsonl", "csv"), "JSON lines, or CSV with a header")
     add_unknown_flags(p, "lines", default=None, chosen="replace, or drop if the vocabulary has no replacement")
@@ -141,13 +146,13 @@ def build_parser(show_all: bool = False) -> Parser:
     p = command("report", "measure how much generated text is copied from the training text")
     add_model_flags(p)
     add_sampling_flags(p, n=None, max_tokens=5000)
-    p.add_argument("--regex", help="for records: valid ones match this regular expression (Python's) as a whole")
+    p.add_argument("--regex", help="for records: a valid record matches this Python regular expression as a whole")
     add_exact_flags(p)
     p.add_argument(
         "--command", "--check", dest="check", metavar="CMD",
-        help="for records: a command that prints the valid ones of its input",
+        help="for records: a command that reads records and prints the valid ones",
     )  # fmt: skip
-    add_data_flags(p, f"the training text: {DATA_HELP} (default: where the run read it)")
+    add_data_flags(p, f"the training text: {DATA_HELP} (default: the files that the run read)")
     p.add_argument(
         "--html", type=Path, metavar="FILE", help="the page to write (default: report.html in the run's folder)"
     )
@@ -157,18 +162,18 @@ def build_parser(show_all: bool = False) -> Parser:
     p.add_argument("--to", choices=("gguf", "onnx"), required=True, help="gguf: llama.cpp; onnx: onnxruntime")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
 
-    p = command("prepare", "encode a text into the cache; train does this too", "data", is_common=False)
+    p = command("prepare", "encode a text and store it in the cache; train does this too", "data", is_common=False)
     add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
     add_records_flags(p)
     p.add_argument("--min-count", type=int, default=1, metavar="INT", help=MIN_COUNT_HELP)
 
-    p = command("lecture", "show how it works, from a table of bigrams to attention, on a text", is_common=False)
+    p = command("lecture", "explain the model on a text, from a table of bigrams to attention", is_common=False)
     add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
     p.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="the full model at the end (default: the bundled one)"
+        "--checkpoint", type=Path, metavar="DIR", help="the full model, shown last (default: the bundled checkpoint)"
     )
-    p.add_argument("--steps", type=int, default=10_000, help="training steps of the bigram table; of one head, half")
-    p.add_argument("--seed", type=int, default=1337, help="seed of all that is random")
+    p.add_argument("--steps", type=int, default=10_000, help="training steps of the bigram table; one head takes half")
+    p.add_argument("--seed", type=int, default=1337, help="seed of all random numbers")
     p.add_argument("--out", type=Path, default=Path("out/lecture.png"), metavar="FILE", help="the picture to write")
 
     for some, more in ((parser, "commands"), (commands.choices["train"], "flags")):
@@ -179,16 +184,17 @@ def build_parser(show_all: bool = False) -> Parser:
 def add_exact_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exact", action="store_true",
-        help="with --regex: sample freely and keep what matches, as the model itself writes it under this condition",
+        help="with --regex: sample without the constraint, and keep only texts that match; they have the frequencies "
+        "of the model's own matching texts",
     )  # fmt: skip
     parser.add_argument(
         "--max-candidates", type=int, metavar="N",
-        help=f"with --exact: the most candidates for a text, on average (default: {MAX_CANDIDATES})",
+        help=f"with --exact: limit of the average number of candidates for a text (default: {MAX_CANDIDATES})",
     )  # fmt: skip
 
 
 def add_config_flags(parser: argparse.ArgumentParser, show_all: bool) -> None:
-    """One flag per field of TrainConfig; a flag that is not given is absent from the namespace."""
+    """Add a flag for each field of TrainConfig. A flag that is not given is absent from the namespace."""
     hints = get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
         if field.name == "records":
@@ -226,14 +232,14 @@ def add_records_flags(parser: argparse.ArgumentParser, default: str | None = Non
     )  # fmt: skip
     parser.add_argument(
         "--no-records", dest="records", action="store_const", const="", default=default,
-        help="learn a text, also if --init-from learned records",
+        help="learn a text, even if the model of --init-from learned records",
     )  # fmt: skip
     parser.add_argument("--column", default=default, metavar="NAME", help=f"{COLUMN_HELP} (default none)")
 
 
 def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder, or a run's, for its best"
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder, or a run's to use its best"
     )
 
 
@@ -250,38 +256,42 @@ def add_format_flag(parser: argparse.ArgumentParser, choices: tuple[str, ...], h
 def add_unknown_flags(
     parser: argparse.ArgumentParser, where: str, default: str | None = "refuse", chosen: str = ""
 ) -> None:
-    """Read by `inputs.Encoder`; chosen: what no default stands for."""
+    """Add the flags that `inputs.Encoder` reads.
+
+    where: the text that may have unknown characters, for the help.
+    chosen: the help's description of the default if `default` is None.
+    """
     parser.add_argument(
         "--unknown-characters", choices=("refuse", "replace", "drop"), default=default,
-        help=f"for characters of {where} outside the vocabulary" + (f" (default: {chosen})" if chosen else ""),
+        help=f"treatment of characters of {where} outside the vocabulary" + (f" (default: {chosen})" if chosen else ""),
     )  # fmt: skip
     parser.add_argument(
         "--replacement-character", metavar="TEXT",
-        help=f"of --unknown-characters replace (default: the vocabulary's unknown symbol, else a space); {ESCAPES}",
+        help=f"for --unknown-characters replace (default: the vocabulary's unknown symbol, else a space); {ESCAPES}",
     )  # fmt: skip
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The checkpoint and where it runs, read by `inputs.load_model`."""
+    """Add the flags that `inputs.load_model` reads: the checkpoint, the device and the threads."""
     add_checkpoint_flag(parser)
     parser.add_argument("--device", choices=get_args(Device), default="auto", help="auto: cuda, else mps, else cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, n: int | None, max_tokens: int) -> None:
-    default = "" if n else " (default: 20, of records 1000)"
+    default = "" if n else " (default: 20, or 1000 records)"
     parser.add_argument("-n", type=int, default=n, help=f"number of texts{default}")
     parser.add_argument("--max-tokens", type=int, default=max_tokens, help="characters per text")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first text; each further text adds 1")
 
 
 def main() -> int:
-    """Exit status: 0, 1 for a refusal, 2 for a bad command line, 128 + n after signal n."""
-    # Threads of GNU OpenMP spin while waiting, which slows a step when another program needs the core; this many
-    # spins cost nothing otherwise (RECIPE.md). Read when torch is imported.
+    """Run a command. Return its exit status: 0, 1 for a refusal, 2 for a bad command line, 128 + n after signal n."""
+    # Threads of GNU OpenMP spin while they wait, which slows a step if another program needs the core. This limit of
+    # spins costs nothing otherwise (RECIPE.md). OpenMP reads it when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: an encoding may lack what a text has
+        sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: its encoding may lack characters of a text
     args = build_parser(HELP_ALL in sys.argv).parse_args()
     from service.model.checkpoint import CheckpointError
     from service.model.tokenizer import UnknownCharacterError
@@ -294,7 +304,7 @@ def main() -> int:
         print(stop, file=sys.stderr)
         return 128 + stop.number
     except BrokenPipeError:
-        # The reader, `head` for example, closed the pipe; keep the interpreter from flushing into it at exit.
+        # The reader, for example `head`, closed the pipe. The interpreter must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (Refusal, CheckpointError, UnknownCharacterError, LostProcessError, OSError) as error:
@@ -324,5 +334,5 @@ if __name__ == "__main__":
 
         exit_if_distributed(status)
         sys.exit(status)
-    except KeyboardInterrupt:  # also during the import of torch
+    except KeyboardInterrupt:  # possible at any time, for example during the import of torch
         sys.exit(130)

@@ -1,6 +1,6 @@
-"""The settings of a training run, one frozen dataclass whose fields are the flags of `train`, and the presets.
+"""The settings of a training run and the presets. Each field of TrainConfig is a flag of `train`.
 
-Imports no torch, so that `--help` answers at once.
+The module does not import torch, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -18,31 +18,35 @@ from training.records import LINES
 
 
 class ConfigError(Refusal):
-    """An invalid setting; the message gives its name, its value and the allowed values."""
+    """A setting is invalid. The message gives its name, its value and the allowed values."""
 
 
 COUNT, COUNT_OR_NONE, SMALL_COUNT, RATE, FRACTION = (1, 10**9), (0, 10**9), (1, 10**6), (0, 100), (0, 1)
 
 
 def option(default: Any, help: str, bounds: tuple[float, float] | None = None, is_common: bool = True) -> Any:
-    """bounds: the least and the most; a FRACTION stays below 1. is_common: its flag is on the first screen of help."""
+    """Return a field of TrainConfig.
+
+    bounds: the smallest and the largest allowed value; a FRACTION must be below 1.
+    is_common: True: --help shows the flag; False: only --help-all shows it.
+    """
     return field(default=default, metadata={"help": help, "bounds": bounds, "is_common": is_common})
 
 
 expert = functools.partial(option, is_common=False)
 
 
-MIN_WINDOW = 16  # characters; shorter ones would teach little
-MAX_CANDIDATES = 10_000  # of sample --exact, for a text, on average
+MIN_WINDOW = 16  # characters; a model learns little from shorter windows
+MAX_CANDIDATES = 10_000  # default of sample --exact: the average number of candidates for a text
 DATA_HELP = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
-GLOB_HELP = "of a folder, take only the files whose names match one of these: '*.py' 'docs/*.md'"
-MIN_COUNT_HELP = "characters that occur fewer times become one unknown symbol, U+FFFD; the line break never does"
+GLOB_HELP = "read only the files of a folder that match one of these patterns: '*.py' 'docs/*.md'"
+MIN_COUNT_HELP = "replace characters that occur fewer times by one unknown symbol, U+FFFD; the line break always stays"
 RECORDS_HELP = (
-    "learn records (names, SMILES, games, tunes), of which one in ten, at random, validates. SEPARATOR is lines (also "
-    "if left out), blank (blank lines) or a mark between them; one that begins with - is given as --records=-"
+    "learn records (names, SMILES, games, tunes); one record in ten, chosen at random, is for validation. SEPARATOR is "
+    "lines (the default), blank (blank lines) or a mark between records; write a mark that begins with - as --records=-"
 )
-COLUMN_HELP = "the cells of this column are the records: of .csv, .tsv and .jsonl files"
-EXCLUDE_HELP = "of a folder, leave out the files whose names match one of these"
+COLUMN_HELP = "learn the cells of this column of .csv, .tsv and .jsonl files as records"
+EXCLUDE_HELP = "leave out the files of a folder that match one of these patterns"
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -50,14 +54,14 @@ Weights = Literal["float32", "float16"]
 Fused = Literal["auto", "false"]
 
 
-# The settings that a run takes over from the checkpoint it starts from: those of GPTConfig except vocab_size and
+# A run that starts from a checkpoint takes these settings from it: all fields of GPTConfig except vocab_size and
 # dropout.
 SHAPE = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "rope_theta", "norm_eps")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of one run. On one machine's CPU, equal settings, dtype and threads give equal bytes.
+    """The settings of one run. On the same CPU, equal settings, dtype and threads give checkpoints with equal bytes.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -73,12 +77,12 @@ class TrainConfig:
 
     # fine-tuning
     init_from: str | None = option(
-        None, "fine-tune: checkpoint folder to start from; its model shape overrides the preset's"
+        None, "fine-tune the checkpoint in this folder; its model shape replaces the preset's"
     )
     teachers: tuple[str, ...] = option(
-        (), "checkpoint folders whose mean prediction is learned, instead of the text's next character (distillation)"
+        (), "learn the mean prediction of the checkpoints in these folders instead of the next character (distillation)"
     )
-    extend_vocabulary: bool = option(False, "add the text's characters that are absent from the init_from checkpoint")
+    extend_vocabulary: bool = option(False, "add characters of the text that the init_from checkpoint does not have")
 
     # the model (GPTConfig)
     block_size: int = option(512, "attention window and training length, in characters")
@@ -94,26 +98,26 @@ class TrainConfig:
     # optimization
     minutes: float = option(
         0.0,
-        "minutes that the run may take: they decide size and steps, by this machine's speed; 0: the preset does",
+        "limit of the run's time in minutes; this machine's speed decides the model size and steps; 0: the preset does",
         (0, 10**6),
     )
     steps: int = option(2800, "optimizer steps", COUNT)
-    batch_size: int = option(4, "windows of block_size characters per step; more while they are cut", SMALL_COUNT)
+    batch_size: int = option(4, "windows of block_size characters per step; shorter windows: more of them", SMALL_COUNT)
     window_stages: int = expert(
         3,
-        "windows grow: with 3, they are cut in four, then in two, as far as they can be and have 16 characters, then "
-        "whole for half of the steps; 1, and with init_from: always whole",
+        "stages of window length: with 3, windows have a quarter of block_size, then half of it (but at least 16 "
+        "characters), then all of it for half of the steps; 1, and with init_from: always all of it",
         (1, 20),
     )
     muon_lr: float = expert(0.03, "peak learning rate of the hidden matrices (Muon)", RATE)
     adamw_lr: float = expert(0.003, "peak learning rate of embedding, head and norms (AdamW)", RATE)
     muon_momentum: float = expert(0.93, "Nesterov momentum of Muon, in [0, 1)", FRACTION)
-    momentum_steps: int = expert(1000, "steps over which Muon's momentum rises to it, from 0.85", COUNT_OR_NONE)
+    momentum_steps: int = expert(1000, "steps in which Muon's momentum rises from 0.85 to muon_momentum", COUNT_OR_NONE)
     adamw_beta1: float = expert(0.9, "decay of AdamW's first moment, in [0, 1)", FRACTION)
     adamw_beta2: float = expert(0.99, "decay of AdamW's second moment, in [0, 1)", FRACTION)
     weight_decay: float = option(
         0.1,
-        "decoupled weight decay of the hidden matrices, times the learning rate, after three epochs; less before",
+        "decoupled weight decay of the hidden matrices, times the learning rate; it rises from 0 over three epochs",
         RATE,
     )
     warmup_steps: int = expert(50, "steps of linear warmup, followed by linear decay to 0", COUNT_OR_NONE)
@@ -121,10 +125,10 @@ class TrainConfig:
 
     # evaluation, logs and checkpoints
     eval_every: int = option(700, "steps between evaluations", COUNT)
-    eval_chars: int = expert(1_000_000, "validation characters per evaluation, 0: all", (0, 10**12))
+    eval_chars: int = expert(1_000_000, "validation characters per evaluation; 0: all", (0, 10**12))
     score_chars: str = expert(
         "auto",
-        "validation characters that the final report scores, or all; auto: what takes a tenth of training's time",
+        "validation characters that the final report scores, or all; auto: as many as a tenth of the time allows",
     )
     patience: int = option(0, "stop after this many evaluations without a new best; 0: never", COUNT_OR_NONE)
     log_every: int = expert(10, "steps between log lines", COUNT)
@@ -140,29 +144,29 @@ class TrainConfig:
     device: Device = option("auto", "auto: cuda, else mps, else cpu")
     dtype: Dtype = option(
         "auto",
-        "dtype of matrix products; auto: bfloat16 on a GPU, and on a CPU that multiplies it from n_embd 128 on, else "
-        "float32",
+        "dtype of matrix products; auto: bfloat16 on a GPU, and on a CPU with bfloat16 products if n_embd is at least "
+        "128, else float32",
     )
-    threads: int = option(0, "CPU threads of a process; 0: OMP_NUM_THREADS, else one per core", (0, 4096))
+    threads: int = option(0, "CPU threads per process; 0: OMP_NUM_THREADS, else one per core", (0, 4096))
     accumulate: int = option(
-        1, "gradient accumulation: micro-batches per process and step, to save memory", SMALL_COUNT
+        1, "gradient accumulation: split the batch of a process into this many parts, to save memory", SMALL_COUNT
     )
     fused: Fused = expert(
-        "auto", "auto: on a CPU a hand-written step, where it computes GPT.forward of gpt.py; false: through autograd"
+        "auto", "auto: use the hand-written step on a CPU if it computes the same as gpt.py; false: use autograd"
     )
-    compile: bool = expert(False, "torch.compile the model, up to a minute for each size of window; not for cpu")
+    compile: bool = expert(False, "torch.compile the model: up to a minute for each window size; not on cpu")
 
     def __post_init__(self) -> None:
-        # A single name is allowed, and JSON has lists only.
+        # A caller may give a single name, and settings read from JSON are lists.
         for name in ("data", "glob", "exclude", "teachers"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        if isinstance(self.records, bool):  # of versions that knew lines alone
+        if isinstance(self.records, bool):  # older versions had only records of one line
             object.__setattr__(self, "records", LINES if self.records else "")
         if self.column is not None:
             if self.records not in ("", LINES):
                 raise ConfigError(
-                    f"records must be {LINES} with column, whose cells are the records, got {self.records!r}"
+                    f"records must be {LINES} if column is set, as its cells are the records, got {self.records!r}"
                 )
             object.__setattr__(self, "records", LINES)
         for each in fields(self):
@@ -178,16 +182,19 @@ class TrainConfig:
             raise ConfigError(f"score_chars must be auto, all or a number of at least 1, got {self.score_chars!r}")
         if self.extend_vocabulary and self.init_from is None:
             raise ConfigError("extend_vocabulary needs a checkpoint to extend; set init_from too")
-        # Refused here, before an earlier run is replaced.
+        # This check comes before an earlier run is replaced.
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError(f"tensorboard needs the package tensorboard: {installing('tensorboard')}")
 
     @classmethod
     def from_preset(cls, preset: str, **changes: Any) -> TrainConfig:
-        """A preset with some fields changed; with another block_size alone, a step has as many characters.
+        """Return the settings of a preset with changes.
+
+        If block_size changes and batch_size does not, batch_size is adapted so that a step has about as many characters
+        as before.
 
         Raises:
-            ConfigError: unknown preset or field, or a value out of bounds.
+            ConfigError: the preset or a field is unknown, or a value is out of bounds.
         """
         if preset not in PRESETS:
             raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
@@ -205,19 +212,23 @@ class TrainConfig:
         return self.batch_size * self.block_size
 
     def window_at(self, step: int) -> int:
-        """Characters per window at a step, which divides block_size (sequence length warmup, Li et al. 2021).
+        """Return the number of characters per window at a step (sequence length warmup, Li et al. 2021).
 
-        Records are not cut.
+        It divides block_size. For records, it is always block_size.
         """
         if self.records:
             return self.block_size
-        cut_stages = self.window_stages - 1  # which share the first half of the steps
+        cut_stages = self.window_stages - 1  # these stages share the first half of the steps
         halvings = max(0, cut_stages - 2 * cut_stages * step // self.steps)
         most = max(1, self.block_size // MIN_WINDOW).bit_length() - 1
         return self.block_size // math.gcd(self.block_size, 1 << min(halvings, most))
 
     def model_config(self, vocab_size: int) -> GPTConfig:
-        """Raises ConfigError if the sizes are inconsistent."""
+        """Return the shape of the model.
+
+        Raises:
+            ConfigError: the sizes are out of bounds or do not fit each other.
+        """
         try:
             shape = {name: getattr(self, name) for name in SHAPE}
             return GPTConfig(vocab_size=vocab_size, dropout=self.dropout, **shape)
@@ -228,7 +239,7 @@ class TrainConfig:
         return asdict(self)
 
 
-# The experiments behind these values are in RECIPE.md.
+# RECIPE.md documents the experiments behind these values.
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": dict(
         n_layer=4,

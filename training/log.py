@@ -1,7 +1,7 @@
-"""The log of a run: OUT/log.jsonl, and TensorBoard's event files on request.
+"""The log of a run: OUT/log.jsonl, and TensorBoard event files on request.
 
-The log continues where the save ends that a run resumes from; the event files are rewritten from it, so that no step
-appears twice.
+A resumed run cuts the log to its length at the save, and continues it from there. It writes the event files again from
+the log. So no step appears twice.
 """
 
 from __future__ import annotations
@@ -23,21 +23,26 @@ LOG = "log.jsonl"
 
 
 class RunLog(contextlib.ExitStack):
-    """The log in the folder `out` of the run with this `progress`; it takes one record per event."""
+    """The log of one run: a record for each event.
+
+    out: the run's folder.
+    progress: the run's progress. Records take their times from it.
+    tensorboard: True: write the event files too.
+    """
 
     def __init__(self, out: Path, progress: Progress, *, tensorboard: bool):
         super().__init__()
         self.progress = progress
         self._file = self.enter_context(open(out / LOG, "ab"))
         self._file.truncate(progress.log_bytes)
-        self._file.seek(0, os.SEEK_END)  # truncate() leaves the position, which sync() returns, at the old end
+        self._file.seek(0, os.SEEK_END)  # truncate() leaves the position at the old end; sync() returns it
         self._board: SummaryWriter | None = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # optional, and takes seconds to import
+            from torch.utils.tensorboard import SummaryWriter  # an optional package that takes seconds to import
 
             folder = out / "tensorboard"
             shutil.rmtree(folder, ignore_errors=True)
-            # purge_step makes a running TensorBoard drop what it read from the old files.
+            # With purge_step, a running TensorBoard drops the steps that it read from the old files.
             self._board = self.enter_context(SummaryWriter(str(folder), purge_step=0, flush_secs=10))
             self._start = time.time() - progress.elapsed_seconds
             for record in read_log(out):
@@ -52,7 +57,10 @@ class RunLog(contextlib.ExitStack):
             self._add_to_board(self._board, record)
 
     def _add_to_board(self, board: SummaryWriter, record: dict[str, Any]) -> None:
-        """Scalars have their names in the log. Wall times count training only, not the pauses between resumed runs."""
+        """Add a record to the event files. Scalars keep their names in the log.
+
+        Wall times count only the time of training, not the pauses before a run was resumed.
+        """
         when = self._start + record["elapsed_seconds"]
         for name, value in record.items():
             if name == "sample":
@@ -69,5 +77,5 @@ class RunLog(contextlib.ExitStack):
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
-    # Not splitlines: samples may have characters at which that splits too.
+    # splitlines would also split at other characters that samples may have.
     return [json.loads(line) for line in (out / LOG).read_text(encoding="utf-8").split("\n") if line]

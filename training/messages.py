@@ -1,4 +1,4 @@
-"""Wording shared by commands: refusals, the program's name, the command that resumes a run, plurals, escapes."""
+"""Texts that several commands print: refusals, commands to run next, flags, plurals and durations; escapes in flags."""
 
 from __future__ import annotations
 
@@ -16,32 +16,38 @@ if TYPE_CHECKING:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """A line as it is, however long."""
+    """Print a line without markup, and without breaking it."""
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 class Refusal(ValueError):
-    """What the user can mend; the message says what was given, what is allowed, and what to do."""
+    """An error that the user can correct. The message gives the given value, the allowed values and what to do."""
 
 
 def made_by() -> str | None:
-    """The `make` command that runs this one, without ARGS; the Makefile says it."""
+    """Return the `make` command that started this program, without ARGS; None if make did not start it.
+
+    The Makefile sets it in the environment.
+    """
     return os.environ.get("MADE_BY")
 
 
 def args_with(settings: str) -> str:
-    """The ARGS that were given to make, with more flags."""
+    """Return the ARGS given to make, without --resume and --overwrite, and with more flags."""
     given = re.sub(r"(^|\s)--(resume|overwrite)(?=\s|$)", "", os.environ.get("MADE_ARGS", "")).strip()
     return f"ARGS={shlex.quote(f'{given} {settings}'.strip())}"
 
 
 def program() -> str:
-    """The program as the user typed it; `service.command` sets argv[0] to chargpt."""
+    """Return the program as the user started it. `service.command` sets argv[0] to chargpt."""
     return "chargpt" if sys.argv[0] == "chargpt" else f"{_word(Path(sys.executable))} -m training"
 
 
 def resume_command(out: Path, processes: int, changes: Mapping[str, Any]) -> str:
-    """changes: settings that differ from those in the last save."""
+    """Return the command that resumes the run in `out`.
+
+    changes: the settings that differ from those in the last save.
+    """
     if processes == 1 and (made := made_by()) and os.environ.get("MADE_OUT") == str(out):
         return f"{made} {args_with(f'--resume{flags(changes)}')}"
     if processes > 1:
@@ -55,7 +61,7 @@ def resume_command(out: Path, processes: int, changes: Mapping[str, Any]) -> str
 
 
 def _word(program: Path) -> str:
-    """A program's file as a word of the shell's: its name where that is found, else a path that is."""
+    """Return a word by which the shell finds a program: its name if the search path has it, else its path."""
     if shutil.which(program.name) == str(program) or not program.exists():
         return program.name
     if program.is_relative_to(Path.cwd()):
@@ -64,7 +70,7 @@ def _word(program: Path) -> str:
 
 
 def flags(settings: Mapping[str, Any]) -> str:
-    """The flags that give these settings, with a space before each."""
+    """Return the flags that set these settings, with a space before each flag."""
     text = ""
     for name, value in settings.items():
         flag = name.replace("_", "-")
@@ -76,13 +82,13 @@ def flags(settings: Mapping[str, Any]) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """1 step, 2,000 steps."""
+    """Return a count with its noun: 1 step, 2,000 steps."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{ending}"
 
 
 def duration(seconds: float) -> str:
-    """To about two digits: 8 s, 12 min, 3 h 20 min."""
+    """Return a duration with about two digits: 8 s, 12 min, 3 h 20 min."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -90,8 +96,8 @@ def duration(seconds: float) -> str:
 
 
 def unescaped(text: str) -> str:
-    r"""A text given as a flag: \n, \t and \\ stand for a line break, a tab and a backslash.
+    r"""Return the value of a flag with \n, \t and \\ replaced by a line break, a tab and a backslash.
 
-    Any other backslash is itself, as in a SMILES string.
+    All other backslashes stay, because a SMILES string has them.
     """
     return re.sub(r"\\([nt\\])", lambda match: {"n": "\n", "t": "\t", "\\": "\\"}[match[1]], text)

@@ -1,4 +1,4 @@
-"""Rows of named values on standard output, as JSON lines or as CSV."""
+"""Write rows of named values to standard output, as JSON lines or as CSV."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], format: str) -> None:
-    """format: "jsonl"; or "csv", with a header, where None is an empty cell and line breaks of a text are quoted."""
+    """Write rows as they arrive.
+
+    columns: the names of the values, in the order of the CSV columns.
+    format: "jsonl", or "csv" with a header. In CSV, None is an empty cell, and a text with line breaks is quoted.
+    """
     if format == "csv":
         writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
         writer.writeheader()

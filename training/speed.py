@@ -1,4 +1,4 @@
-"""Training speed: FLOPs per character, the machine's matrix-product peak, and the allocator setting that raises it."""
+"""Training speed: FLOPs per character, the machine's matrix-product peak, and an allocator setting that saves time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from torch.utils.benchmark import Timer
 
 
 def flops_per_character(model: Any, window: float | None = None) -> float:
-    """FLOPs per character of the matrix products of a forward and backward, in windows of block_size or `window`.
+    """Return the FLOPs per character of the matrix products in a forward and a backward pass.
 
-    Counted as in PaLM (Chowdhery et al. 2022), appendix B: all T² attention scores, without the optimizer.
-    `model` is any module whose `config` has n_layer, n_embd and block_size.
+    model: a module with a `config` that has n_layer, n_embd and block_size.
+    window: the characters per window; None: block_size.
+
+    The count follows PaLM (Chowdhery et al. 2022, appendix B): it includes all T² attention scores, and excludes the
+    optimizer.
     """
     config = model.config
     linear: int = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    scores: float = config.n_layer * config.n_embd * (window or config.block_size)  # q·k; weights·v takes as many
+    scores: float = config.n_layer * config.n_embd * (window or config.block_size)  # q·k; weights·v has as many
     return 3 * (2 * linear + 2 * 2 * scores)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:
-    """The highest measured FLOP/s of square matrix products, at torch's number of threads.
+    """Measure square matrix products of several sizes with torch's number of threads; return the highest FLOP/s.
 
-    Takes at least `seconds` for each size.
+    Each size takes at least `seconds`.
     """
     best = 0.0
     for n in (512, 1024) if device.type == "cpu" else (2048, 4096, 8192):
@@ -37,11 +40,11 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.
 
 
 def keep_freed_memory() -> None:
-    """Make glibc's allocator keep freed memory for reuse; does nothing with other C libraries.
+    """Make the allocator of glibc keep freed memory for reuse. With another C library, do nothing.
 
-    By default it returns large blocks to the kernel, and each step would fault them in again.
+    By default, the allocator returns large blocks to the kernel, and each step causes page faults to get them back.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in (-3, 1 << 30), (-1, 1 << 30), (-2, 1 << 26):  # of mmap, trim threshold, top pad
+        for parameter, value in (-3, 1 << 30), (-1, 1 << 30), (-2, 1 << 26):  # mmap threshold, trim threshold, top pad
             mallopt(parameter, value)

@@ -1,7 +1,7 @@
 """Deterministic finite automata (DFAs) over character ids: guides for constrained text, and stop patterns.
 
-Independent of regular expressions (`service.constrain.regex` compiles them), text, logits and HTTP; loads without
-torch.
+The module handles ids only, without text, logits, HTTP or torch. `service.constrain.regex` compiles regular
+expressions to automata.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import numpy as np
 
 MAX_STATES = 2**15 - 1  # int16
 MAX_CELLS = 2**20  # states times classes
-MASK_CACHE_BYTES = 2**20  # per automaton, and per minimum length
-MAX_LENGTH_STEPS = 2**26  # transitions followed for a minimum length; about 0.2 s
-MAX_LENGTH_BITS = 2**21  # of its layers together
+MASK_CACHE_BYTES = 2**20  # for each automaton, and for each minimum length
+MAX_LENGTH_STEPS = 2**26  # transitions followed to compute a minimum length; this takes about 0.2 s
+MAX_LENGTH_BITS = 2**21  # in all layers of a minimum length
 
-_UNREACHABLE = np.iinfo(np.int32).max  # distance from the dead state
+_UNREACHABLE = np.iinfo(np.int32).max  # the distance of the dead state
 
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
     """A trimmed DFA over character ids.
 
-    State 0 is the start; every state is reachable and live (can reach an accepting one). Every class has at least one
-    id.
+    State 0 is the start state. Every state is reachable from it, and is live: it can reach an accepting state. Every
+    class has at least one id.
     """
 
     classes: np.ndarray  # (V,) uint16: the equivalence class of each id
     table: np.ndarray  # (states, classes) int16: the next state; −1: the dead state, outside the language
     accepting: np.ndarray  # (states,) bool
-    distance: np.ndarray  # (states,) int32: fewest characters to an accepting state
+    distance: np.ndarray  # (states,) int32: the number of characters on the shortest path to an accepting state
     _masks: dict[tuple[int, int, bool], np.ndarray | None] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def min_length(self) -> int:
-        """Characters of the shortest matching text."""
+        """The number of characters of the shortest match."""
         return int(self.distance[0])
 
     def match_lengths(self, ids: Iterable[int]) -> set[int]:
-        """The lengths of those beginnings of `ids` that match."""
+        """Return the length of each prefix of `ids` that matches."""
         state, found = 0, set()
         for length, id in enumerate(itertools.chain(ids, [None])):
             if self.accepting[state]:
@@ -54,12 +54,15 @@ class Automaton:
         return found
 
     def pack(self) -> bytes:
-        """Serialise for another process of this service, to a tenth of the arrays' size or less."""
+        """Serialise the automaton for another process of this service.
+
+        The result has at most about a tenth of the arrays' size.
+        """
         return _pack(self.classes, self.table, self.accepting, self.distance)
 
     @classmethod
     def unpack(cls, data: bytes) -> Automaton:
-        """The inverse of `pack`."""
+        """Return the automaton that `pack` serialised."""
         return cls(*_unpack(data))
 
 
@@ -74,7 +77,10 @@ def _unpack(data: bytes) -> list[np.ndarray]:
 
 
 def _remember(masks: dict[Any, Any], key: Any, good: np.ndarray, classes: np.ndarray) -> np.ndarray | None:
-    """The ids of good classes, (V,) bool; None: of all or of none. Kept if there is room."""
+    """Return the mask of the ids in good classes, (V,) bool and read-only; return None if all or no classes are good.
+
+    Store the result in `masks` while `masks` holds less than MASK_CACHE_BYTES.
+    """
     mask = None if good.all() or not good.any() else good[classes]
     if mask is not None:
         mask.flags.writeable = False
@@ -84,40 +90,42 @@ def _remember(masks: dict[Any, Any], key: Any, good: np.ndarray, classes: np.nda
 
 
 class LengthError(ValueError):
-    """Which matches have an allowed length is too expensive to find out."""
+    """A minimum length is too expensive to compute for an automaton."""
 
 
 @dataclass(frozen=True, eq=False)
 class MinimumLength:
-    """From which states of an automaton a text that is still too short can end as a match that is not too long.
+    """The states of an automaton from which a text that is still too short can become a match of an allowed length.
 
-    A text that lacks d characters of the minimum may get d to d + room more, where room = maximum − minimum. Layer d
-    holds the states from which a match is that far; it follows from layer d − 1, so that equal layers have equal
-    successors. After the last layer comes layer `repeat` again.
+    Let room be maximum − minimum. A text that lacks d characters of the minimum must get d to d + room characters more.
+    Layer d is the set of states that reach an accepting state in d to d + room characters. Each layer follows from the
+    layer before it alone, so equal layers have equal successors. The layers therefore repeat: the layer after the last
+    one is layer `repeat`.
     """
 
-    length: int  # the minimum
-    layers: np.ndarray  # (layers, ⌈states / 8⌉) uint8: a bit for each state
-    repeat: int
+    length: int  # the minimum, in characters
+    layers: np.ndarray  # (layers, ⌈states / 8⌉) uint8: one bit for each state
+    repeat: int  # number of the layer that follows the last one
     _masks: dict[tuple[int, int], np.ndarray | None] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, automaton: Automaton, minimum: int, maximum: int) -> MinimumLength | None:
-        """For matches of `minimum` to `maximum` characters; None: there is none.
+        """Return the layers for matches of `minimum` to `maximum` characters, or None if there is no such match.
 
-        Raises LengthError: beyond MAX_LENGTH_STEPS or MAX_LENGTH_BITS.
+        Raises:
+            LengthError: the layers need more than MAX_LENGTH_STEPS steps or MAX_LENGTH_BITS bits.
         """
         states = len(automaton.table)
         targets = np.sort(automaton.table, axis=1)
         is_new = np.ones(targets.shape, dtype=bool)
         is_new[:, 1:] = targets[:, 1:] != targets[:, :-1]
-        edges = targets[is_new]  # the next states of each state, the dead one included
+        edges = targets[is_new]  # the distinct next states of each state, one state after the other; −1: dead
         starts = np.append(0, is_new.sum(axis=1).cumsum()[:-1])
-        reach = np.zeros(states + 1, dtype=bool)  # index −1: the dead state
+        reach = np.zeros(states + 1, dtype=bool)  # the last entry is the dead state's, which index −1 reads
         reach[:states] = automaton.distance <= maximum - minimum
         layers: dict[bytes, int] = {}
         for missing in range(minimum + 1):
-            if not reach.any():  # nor in later layers
+            if not reach.any():  # all later layers are empty too
                 return None
             packed = np.packbits(reach[:states]).tobytes()
             if packed in layers:
@@ -128,14 +136,17 @@ class MinimumLength:
             reach[:states] = np.logical_or.reduceat(reach[edges], starts)
         rows = np.frombuffer(b"".join(layers), dtype=np.uint8).reshape(len(layers), -1)
         found = cls(minimum, rows, layers[packed])
-        return found if found.layers[found._index(minimum)][0] & 0x80 else None  # from state 0
+        return found if found.layers[found._index(minimum)][0] & 0x80 else None  # the bit of state 0
 
     def _index(self, missing: int) -> int:
         count = len(self.layers)
         return missing if missing < count else self.repeat + (missing - self.repeat) % (count - self.repeat)
 
     def allowed(self, automaton: Automaton, state: int, missing: int) -> np.ndarray | None:
-        """The ids after which a match of an allowed length can be reached: (V,) bool with at least one; None: all."""
+        """Return the ids after which the text can still become a match of an allowed length: (V,) bool.
+
+        At least one id is allowed. Return None if all ids are.
+        """
         key = (state, self._index(missing - 1))
         if key in self._masks:
             return self._masks[key]
@@ -144,7 +155,7 @@ class MinimumLength:
         return _remember(self._masks, key, good, automaton.classes)
 
     def reaches(self, state: int, missing: int) -> bool:
-        """Whether a text in this state, so many characters short of the minimum, can reach a match."""
+        """Return True if a text in `state` that lacks `missing` characters can become a match of an allowed length."""
         return bool(self.layers[self._index(missing), state // 8] >> (7 - state % 8) & 1)
 
     def pack(self) -> bytes:
@@ -152,26 +163,31 @@ class MinimumLength:
 
     @classmethod
     def unpack(cls, data: bytes) -> MinimumLength:
-        """The inverse of `pack`."""
+        """Return the minimum length that `pack` serialised."""
         numbers, layers = _unpack(data)
         return cls(int(numbers[0]), layers, int(numbers[1]))
 
 
 class Guide:
-    """One sequence's path through an automaton: the ids allowed next, and where the text ends.
+    """The path of one sequence through an automaton: it gives the ids allowed next, and ends the text.
 
-    A character-level model has no end-of-text token. Instead, in an accepting state every id outside the pattern is
-    allowed, and choosing one ends the text without that id: not before `minimum`. None: every match is long enough.
+    An id is in the pattern if the text can still become a match after it. A character-level model has no end-of-text
+    token. Instead, every id outside the pattern is allowed in an accepting state. Such an id ends the text and is not
+    part of it.
 
-    An id in the pattern is allowed only if the text can be completed after it, within `maximum` characters, and to the
-    minimum while it is shorter. So at least one id is always allowed, and as long as only allowed ids are chosen, the
-    text matches when nothing remains.
+    automaton: the pattern.
+    maximum: the limit of the text, in characters. An id in the pattern is allowed only if a match is possible within
+        the limit after it. A text of allowed ids matches when it reaches the limit.
+    minimum: the text cannot end before it has this length. Until then, an id is allowed only if a match of an allowed
+        length is still possible after it. None: every match is long enough.
+    may_leave: False: ids outside the pattern are allowed only if no id in the pattern is.
+    masks: False: every id is always allowed. `push` refuses an id after which no match is possible. Call `accepts` to
+        find out if the text before that id matches.
 
-    Without `may_leave`, ids outside the pattern are allowed only if no other is. If all ids stay in the pattern and
-    none can be completed, all are allowed and `push` refuses any.
+    At least one id is always allowed. If these rules allow none, because every id is in the pattern and no match fits
+    the limit, all ids are allowed and `push` refuses any of them.
 
-    Without `masks`, every id is allowed always: `push` refuses one after which no match can follow, and `accepts` says
-    whether the text before it matches. native.cpp follows the same rules.
+    native.cpp follows the same rules.
     """
 
     def __init__(
@@ -187,41 +203,48 @@ class Guide:
         self.may_leave = may_leave
         self.masks = masks
         self.state = 0
-        self.remaining = maximum  # characters, to the maximum
-        self.missing = 0 if minimum is None else minimum.length  # characters, to the minimum
+        self.remaining = maximum  # characters up to the maximum
+        self.missing = 0 if minimum is None else minimum.length  # characters up to the minimum
         self._class_of = automaton.classes.item
         self._next = automaton.table.item
         self._distance = automaton.distance.item
-        self._ample = int(automaton.distance.max()) + 2  # from this budget on, completion excludes no id
+        self._ample = int(automaton.distance.max()) + 2  # with this many characters remaining, every match fits
 
     @property
     def may_end(self) -> bool:
-        """Whether the text so far matches."""
+        """True if the text so far matches, short or not."""
         return bool(self.automaton.accepting[self.state])
 
     @property
     def must_end(self) -> bool:
-        """Whether the text so far matches and no longer text with this beginning does."""
+        """True if the text so far matches, and no longer text that begins with it matches."""
         return self.may_end and bool((self.automaton.table[self.state] < 0).all())
 
     @property
     def distance(self) -> int:
-        """Fewest characters that are missing to a match."""
+        """The number of characters that the text needs at least to become a match."""
         return int(self._distance(self.state))
 
     def accepts(self, refused: int | None) -> bool:
-        """Whether the text so far matches and is long enough, and may end with the id that `push` refused, if any."""
+        """Return True if the text so far may end: it matches and is long enough.
+
+        refused: the id that `push` refused. Such an id may end the text only with `may_leave`, and only if it is
+            outside the pattern. None: no id was refused.
+        """
         if not self.may_end or self.missing:
             return False
         return refused is None or (self.may_leave and self._next(self.state, self._class_of(refused)) < 0)
 
     def forced(self) -> list[int]:
-        """The ids with which every match goes on from here; they end where one may end."""
+        """Return the ids that every match continues with.
+
+        They end at the first state in which a match may end or more than one id is in the pattern.
+        """
         automaton, state = self.automaton, self.state
         members = np.bincount(automaton.classes)
         ids: list[int] = []
         while not automaton.accepting[state]:
-            possible = np.flatnonzero(automaton.table[state] >= 0)  # at least one, as the state is live
+            possible = np.flatnonzero(automaton.table[state] >= 0)  # at least one class, because the state is live
             if len(possible) > 1 or members[possible[0]] > 1:
                 break
             ids.append(int(np.flatnonzero(automaton.classes == possible[0])[0]))
@@ -229,7 +252,10 @@ class Guide:
         return ids
 
     def allowed(self) -> np.ndarray | None:
-        """The allowed next ids: (V,) bool, read-only and shared; None: all."""
+        """Return the allowed next ids, (V,) bool; return None if all are allowed.
+
+        The array is read-only, and guides share it.
+        """
         if not self.masks:
             return None
         assert self.automaton.distance[self.state] <= self.remaining > 0, "no matching text is that short"
@@ -248,7 +274,10 @@ class Guide:
         return _remember(masks, key, good, automaton.classes)
 
     def push(self, id: int) -> bool:
-        """Advance by the chosen id; False: it ends the text and is not part of it."""
+        """Append the chosen id to the text and return True; return False if the id ends the text instead.
+
+        An id that ends the text is not part of it.
+        """
         state = self._next(self.state, self._class_of(id))
         if state < 0 or self._distance(state) >= self.remaining:
             return False
@@ -263,9 +292,9 @@ class Guide:
 
 
 class StopPattern:
-    """Finds an automaton's matches anywhere in a stream of ids; a match has at least one id.
+    """Finds the matches of an automaton in a stream of ids. A match may begin anywhere and has at least one id.
 
-    The last `held` ids of the stream may be the start of a match, so they must not be emitted yet.
+    The last `held` ids of the stream may be the beginning of a match, so they must not be emitted yet.
     """
 
     def __init__(self, automaton: Automaton):
@@ -273,10 +302,11 @@ class StopPattern:
         self._next = automaton.table.item
         self._accepting = automaton.accepting.tolist()
         self._extensible = (automaton.table.max(axis=1) >= 0).tolist()
-        self._position = 0  # ids seen
-        # The state of each partial match -> its start; of those in one state the earliest. In order of the starts.
+        self._position = 0  # number of ids read
+        # The state of a partial match -> the position of its first id, in order of the positions. Partial matches in
+        # the same state have the same future, so only the earliest of them is kept.
         self._starts: dict[int, int] = {}
-        self.num_followed = 0  # partial matches by one id each, of all time
+        self.num_followed = 0  # sum over all ids read: the partial matches that the id advanced or ended
 
     @property
     def num_partial(self) -> int:
@@ -287,7 +317,7 @@ class StopPattern:
         return self._position - next(iter(self._starts.values()), self._position)
 
     def push(self, id: int) -> int | None:
-        """Read one id; returns the length of the longest match that ends with it, or None."""
+        """Read one id. Return the length of the longest match that ends with it, or None if there is no match."""
         symbol, step = self._class_of(id), self._next
         self._starts.setdefault(0, self._position)
         self.num_followed += len(self._starts)

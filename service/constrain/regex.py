@@ -1,12 +1,13 @@
-"""Compile regular expressions and lists of choices to automata over a vocabulary's character ids.
+"""Compile regular expressions and lists of choices to automata over the character ids of a vocabulary.
 
-The language of a pattern is that of Python's `re.fullmatch`, over texts of the vocabulary, in linear time. The syntax
-is in API.md, under "Constrained output"; everything else is refused, never reinterpreted. A pattern that is too
-expensive to compile is refused too; cost is counted in steps, not in seconds, so the outcome is always the same.
+A pattern matches the texts of the vocabulary that Python's `re.fullmatch` accepts, in linear time. API.md documents
+the syntax under "Constrained output". All other syntax is refused, and never gets another meaning. A pattern that is
+too expensive to compile is refused too. The cost is counted in steps, not in seconds, so the outcome is always the
+same.
 
 Alternatives that need characters outside the vocabulary are dropped.
 
-Pipeline: parse to a term, Glushkov NFA, subset construction, minimisation.
+A pattern is compiled in four stages: parse it to a term, build the Glushkov NFA, construct the subsets, minimise.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import numpy as np
 from service.constrain.automaton import MAX_CELLS, MAX_STATES, Automaton
 from service.words import plural
 
-MAX_NESTING = 50  # groups within groups
-MAX_POSITIONS = 2000  # characters and classes of a pattern, with counted repeats expanded
-MAX_WORK = 100_000
-MAX_ROUNDS = 20  # of minimisation
-MAX_ROUND_CELLS = 2**21  # table cells over all rounds together
+MAX_NESTING = 50  # depth of groups
+MAX_POSITIONS = 2000  # characters and classes of a pattern after counted repeats are expanded
+MAX_WORK = 100_000  # steps to compile a pattern, see `_GlushkovNFA.spend`
+MAX_ROUNDS = 20  # rounds of minimisation
+MAX_ROUND_CELLS = 2**21  # table cells read in all rounds of minimisation together
 
 
 class RegexError(ValueError):
@@ -35,7 +36,7 @@ class RegexError(ValueError):
 
     def __init__(self, message: str, offset: int | None = None):
         super().__init__(message if offset is None else f"offset {offset}: {message}")
-        self.offset = offset  # in the pattern
+        self.offset = offset  # position of the fault in the pattern, in characters
 
 
 def compile_regex(
@@ -47,11 +48,13 @@ def compile_regex(
     max_states: int = 1000,
     max_work: int = MAX_WORK,
 ) -> Automaton:
-    """The automaton of the texts over `characters` (by id) that match the whole `pattern`.
+    """Return the automaton of the texts that match the whole `pattern`.
 
-    `allowed` restricts the texts to these characters of the vocabulary; None: no restriction.
+    characters: the vocabulary; the index of a character is its id.
+    allowed: the texts have only these characters of the vocabulary. None: they may have all.
 
-    Raises RegexError: the syntax is not supported, the pattern is too large, or nothing can match it.
+    Raises:
+        RegexError: the syntax is not supported, the pattern is too large, or no text matches it.
     """
     if len(pattern) > max_characters:
         raise RegexError(f"a pattern must have at most {plural(max_characters, 'character')}, got {len(pattern)}")
@@ -65,7 +68,7 @@ def compile_regex(
         )
     nfa = _GlushkovNFA(term, max_work)
     classes, classes_of_set = alphabet.partition()
-    # Subset construction. All positions are reachable and live, so all sets of them are.
+    # Subset construction. All positions are reachable and live, so all sets of positions are too.
     rows, states = _explore(nfa.start, lambda state: nfa.after(state, classes_of_set), min(max_states, MAX_STATES))
     accepting = [bool(state & nfa.end) for state in states]
     return _merge_classes(_minimise(_tabulate(classes, rows, accepting)))
@@ -79,9 +82,13 @@ def compile_choice(
     max_characters: int = 20_000,
     max_states: int = 5000,
 ) -> Automaton:
-    """The automaton of exactly these texts; `max_characters` limits their total length.
+    """Return the automaton that matches exactly the texts in `choices`.
 
-    Raises RegexError: there are no choices or too many, or one has a character that is unknown or not allowed.
+    characters, allowed: as in `compile_regex`.
+    max_characters: the limit of the total length of the choices.
+
+    Raises:
+        RegexError: there are no choices or too many, or a choice has a character that is unknown or not allowed.
     """
     if not choices:
         raise RegexError("at least one choice is required, got none")
@@ -101,7 +108,7 @@ def compile_choice(
         raise RegexError(f"the choices need {len(left)} states (limit {limit}); give fewer or shorter choices")
     whole = len(left) - 1
     rows, states = _explore(whole, lambda state: {symbols[c]: after for c, after in left[state].after.items()})
-    classes = np.full(len(characters), len(symbols), dtype=np.uint16)  # characters of no choice share the last class
+    classes = np.full(len(characters), len(symbols), dtype=np.uint16)  # the last class: characters that no choice has
     for c, symbol in symbols.items():
         classes[ids[c]] = symbol
     return _merge_classes(_tabulate(classes, rows, [left[state].may_be_nothing for state in states]))
@@ -115,11 +122,13 @@ def compile_without(
     end: str | None = None,
     max_states: int = 1000,
 ) -> Automaton:
-    """The automaton of all texts of the allowed characters that contain none of these words.
+    """Return the automaton of all texts of the allowed characters that contain none of the words.
 
-    Nothing follows the character `end`, which is allowed too.
+    characters, allowed: as in `compile_regex`.
+    end: this character is allowed too, but only as the last character of a text.
 
-    Raises RegexError: there are too many words.
+    Raises:
+        RegexError: there are too many words.
     """
     usable = {c for c in characters if allowed is None or c in allowed or c == end}
     bad = {word for word in words if usable.issuperset(word) and not (end is not None and end in word[:-1])}
@@ -133,7 +142,10 @@ def compile_without(
     begun, nothing, ended = left[-1].after, frozenset[int](), frozenset([-1])
 
     def after(state: frozenset[int]) -> dict[int, frozenset[int]]:
-        """A state is the numbers of what may be left of bad words, or `ended`."""
+        """Return the next state for each symbol.
+
+        A state is `ended`, or the set of the indices in `left` of the bad words that the text has begun.
+        """
         if state == ended:
             return {}
         following = {c: {number} for c, number in begun.items()}
@@ -150,7 +162,7 @@ def compile_without(
 
     unbegun = {rest: nothing} | {symbol: ended if c == end else nothing for c, symbol in symbols.items()}
     rows, states = _explore(nothing, after)
-    # Of the classes of each symbol, of other allowed characters and of the rest, those that have characters.
+    # Each symbol has a class; other allowed characters share a class, and so do all others. Drop classes without ids.
     used, classes = np.unique(
         [symbols.get(c, rest if c in usable else rest + 1) for c in characters], return_inverse=True
     )
@@ -159,9 +171,10 @@ def compile_without(
 
 
 def intersection(one: Automaton, other: Automaton, *, max_states: int = 5000) -> Automaton:
-    """The automaton of the texts that match both.
+    """Return the automaton of the texts that match both automata.
 
-    Raises RegexError: no text does, or it needs more than max_states states or MAX_CELLS transitions.
+    Raises:
+        RegexError: no text matches both, or the automaton needs more than `max_states` states or MAX_CELLS transitions.
     """
     pairs, classes = np.unique(np.stack([one.classes, other.classes]), axis=1, return_inverse=True)  # (2, classes)
     tables = one.table, other.table
@@ -176,11 +189,15 @@ def intersection(one: Automaton, other: Automaton, *, max_states: int = 5000) ->
 
 
 def ended(automaton: Automaton, end: int) -> Automaton:
-    """The automaton of its texts as whole records: each is followed by the id `end`, which it may have itself there.
+    """Return the automaton of the same texts as records, each ended by the id `end`.
 
-    Raises RegexError: every text has that id elsewhere.
+    A text may already end with that id, which then ends the record. The automaton drops texts that have the id before
+    their end.
+
+    Raises:
+        RegexError: every text has that id before its end.
     """
-    symbol = int(automaton.table.shape[1])  # a class of its own
+    symbol = int(automaton.table.shape[1])  # `end` gets a class that no other id has
     classes = automaton.classes.astype(np.int64)
     before = int(classes[end])
     classes[end] = symbol
@@ -199,20 +216,23 @@ def ended(automaton: Automaton, end: int) -> Automaton:
 
 
 class _Alphabet:
-    """The vocabulary, and the sets of its characters that a pattern uses, by index."""
+    """The vocabulary, and the sets of characters that a pattern uses. Each set has an index."""
 
     def __init__(self, characters: Sequence[str], allowed: frozenset[str] | None):
         self._text = "".join(characters)
         self._usable = np.array([allowed is None or c in allowed for c in characters])
-        self._found: dict[str, int | None] = {}  # atom of a pattern -> index
-        self._indices: dict[bytes, int] = {}
-        self._sets: list[np.ndarray] = []  # masks over the ids, (V,) bool
+        self._found: dict[str, int | None] = {}  # atom of a pattern -> index of its set
+        self._indices: dict[bytes, int] = {}  # packed mask of a set -> its index
+        self._sets: list[np.ndarray] = []  # the sets as masks over the ids, (V,) bool
 
     def index(self, atom: str) -> int | None:
-        """The index of the set that a character, an escape or a class means to `re`; None: it has no usable one."""
+        """Return the index of the set of characters that an atom matches in `re`.
+
+        Return None if the set has no usable character. An atom is a character, an escape or a class.
+        """
         if atom not in self._found:
             members = np.zeros(len(self._text), dtype=bool)
-            if len(atom) == 1 and atom != ".":  # compiled by `re` in 50 times the time
+            if len(atom) == 1 and atom != ".":  # faster than compiling the atom
                 members[[i] if (i := self._text.find(atom)) >= 0 else []] = True
             else:
                 for run in re.finditer(f"(?:{atom})+", self._text):
@@ -228,7 +248,10 @@ class _Alphabet:
         return index
 
     def partition(self) -> tuple[np.ndarray, list[list[int]]]:
-        """The class of each id, (V,) uint16, and the classes of each set; ids in the same sets form one class."""
+        """Return the class of each id, (V,) uint16, and the classes of each set.
+
+        Two ids have the same class if they are in the same sets.
+        """
         sets = np.array(self._sets, dtype=bool).reshape(-1, len(self._text))
         classes = _number_rows(np.packbits(sets, axis=0).T)
         representatives = np.unique(classes, return_index=True)[1]
@@ -236,7 +259,7 @@ class _Alphabet:
 
 
 def _number_rows(rows: np.ndarray) -> np.ndarray:
-    """Number the distinct rows of (N, K) by first occurrence: (N,) int64."""
+    """Return the number of each row of (N, K), (N,) int64: distinct rows are numbered by their first occurrence."""
     width = rows.shape[1] * rows.itemsize
     if width == 0:
         return np.zeros(len(rows), dtype=np.int64)
@@ -248,19 +271,20 @@ def _number_rows(rows: np.ndarray) -> np.ndarray:
 
 # -- parsing --
 
-# A pattern is parsed to a term: factors, one after the other. Each is the index of a set, alternatives, or a repeat.
+# A pattern is parsed to a term. A term is a sequence of factors. A factor is the index of a set, a union of terms, or
+# a repeat. The empty term matches the empty text.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Union:
     terms: tuple[_Term, ...]
-    size: int
+    size: int  # sum of `_size` of the terms
 
 
 class _Repeat(NamedTuple):
     part: int | _Union
     low: int
-    high: int | None
+    high: int | None  # None: no upper bound
 
 
 _Factor = int | _Union | _Repeat
@@ -268,7 +292,7 @@ _Term = tuple[_Factor, ...]
 
 
 def _size(term: _Term) -> int:
-    """Characters and classes, with counted repeats expanded."""
+    """Return the number of characters and classes of a term after counted repeats are expanded."""
     size = 0
     for factor in term:
         part, low, high = factor if isinstance(factor, _Repeat) else (factor, 1, 1)
@@ -276,7 +300,7 @@ def _size(term: _Term) -> int:
     return size
 
 
-# Syntax that is refused -> why, with the syntax in place of the @.
+# Pairs of syntax that is refused and the message of the refusal. The refused syntax replaces each @ of the message.
 _Refusals = Sequence[tuple[re.Pattern[str], str]]
 
 
@@ -318,7 +342,8 @@ _NO_ATOM = _refusals(
 _NO_MEMBER = _refusals((r"\[", r"'@' inside a character class; write \@ for a literal '@'"), *_ESCAPES)
 _NO_QUANTIFIER = _refusals(
     (r"\{(?![0-9]+(?:,[0-9]*)?\})", r"'@' without a count; write {m}, {m,} or {m,n}, or \@ for a literal '@'"),
-    (r"\{(?=[0-9,]{4000})", "a count has too many digits; lower the repeat counts"),  # for Python, from 4301 on
+    # Python converts at most 4300 digits to an integer.
+    (r"\{(?=[0-9,]{4000})", "a count has too many digits; lower the repeat counts"),
 )
 _NO_SECOND = _refusals(
     (r"\+", "possessive quantifiers are not supported; leave out this '@'"),
@@ -329,7 +354,7 @@ _QUANTIFIER = re.compile(r"(?:([*+?])|\{([0-9]+)(,?)([0-9]*)\})(\??)")
 
 
 class _Parser:
-    """Recursive descent. A term that nothing can match is None and is pruned at once."""
+    """Parses by recursive descent. A term that no text matches is None, and is dropped at once."""
 
     def __init__(self, pattern: str, alphabet: _Alphabet):
         self._pattern = pattern
@@ -345,7 +370,7 @@ class _Parser:
         return term
 
     def _skip(self, text: str) -> bool:
-        """Whether this text comes next; then it is read."""
+        """Read `text` and return True if it comes next; return False otherwise."""
         is_next = self._pattern.startswith(text, self._at)
         self._at += len(text) * is_next
         return is_next
@@ -433,7 +458,7 @@ class _Parser:
         return (index,)
 
     def _one(self, refusals: _Refusals) -> str:
-        """A character or an escape."""
+        """Read a character or an escape."""
         self._refuse(refusals)
         found = _ATOM.match(self._pattern, self._at)
         assert found is not None
@@ -441,7 +466,11 @@ class _Parser:
         return found[0]
 
     def _class(self) -> str:
-        """The rest of a class, with every character of punctuation escaped: `re` warns of what may become operators."""
+        """Read the rest of a class, and return the class.
+
+        In the result, every punctuation character is escaped, because `re` warns of characters that may become
+        operators.
+        """
         start, text, members = self._at - 1, "[^" if self._skip("^") else "[", 0
         while not (members and self._skip("]")):
             at, members = self._at, members + 1
@@ -471,14 +500,14 @@ class _Parser:
 class _GlushkovNFA:
     """The position automaton of a term (Glushkov 1961), without epsilon transitions.
 
-    Each character or class of the pattern, with repeats expanded, is a position. A set of positions is the bits of an
-    int; the bit past the last position stands for the end of the text.
+    Each character or class of the pattern is a position after repeats are expanded. An int represents a set of
+    positions, one bit for each. The bit after the last position stands for the end of the text.
     """
 
     def __init__(self, term: _Term, max_work: int):
         self.sets: list[int] = []  # position -> index of its character set
-        self.follow: list[int] = []  # position -> the positions that may follow
-        self._subsumed: list[int] = []  # position -> positions whose continuations are all continuations of this one
+        self.follow: list[int] = []  # position -> the positions that may follow it
+        self._subsumed: list[int] = []  # position -> positions that are redundant in a set that has this one
         self._max_work = self._left = max_work
         nullable, self.start, last = self._add(term)
         self.end = 1 << len(self.sets)
@@ -488,13 +517,20 @@ class _GlushkovNFA:
         self._subsuming = sum(1 << position for position, others in enumerate(self._subsumed) if others)
 
     def spend(self, steps: int) -> None:
-        """A step takes about 0.2 µs."""
+        """Take steps from the budget; a step takes about 0.2 µs.
+
+        Raises:
+            RegexError: the budget is spent.
+        """
         self._left -= steps
         if self._left < 0:
             raise RegexError(f"the pattern takes more than {self._max_work} steps to compile; simplify it")
 
     def _add(self, term: _Term) -> tuple[bool, int, int]:
-        """Add a term's positions; returns whether it is nullable, its first positions and its last ones."""
+        """Add the positions of a term.
+
+        Return True if the term matches the empty text (is nullable), and the sets of its first and last positions.
+        """
         nullable, first, last = True, 0, 0
         for factor in term:
             part_nullable, part_first, part_last = self._add_factor(factor)
@@ -521,12 +557,13 @@ class _GlushkovNFA:
         return nullable, first, last
 
     def _add_repeat(self, part: int | _Union, low: int, high: int | None) -> tuple[bool, int, int]:
-        """Expand x{2,4} to xx(x(x)?)? and x{2,} to xx+, last copy first, so that only adjacent copies are linked.
+        """Expand x{2,4} to xx(x(x)?)? and x{2,} to xx+.
 
-        A nullable x counts as one that is not nullable and whose copies are all optional.
+        The last copy is added first, so only adjacent copies are linked. A nullable x is treated as one that is not
+        nullable, with all its copies optional.
         """
         copies, size = max(low, 1) if high is None else high, _size((part,))
-        nullable, first, last = True, 0, 0  # of the copies so far
+        nullable, first, last = True, 0, 0  # of all copies added so far
         starts = []
         for i in reversed(range(copies)):
             starts.append(len(self.sets))
@@ -535,8 +572,8 @@ class _GlushkovNFA:
             self._link(part_last, part_first if high is None and i == copies - 1 else first)
             last |= part_last if nullable else 0
             first, nullable = part_first, i >= low
-        # With an upper bound, whatever may follow in a late optional copy may also follow in an earlier one, which
-        # leaves more repeats to come. Without one it is the reverse: a late copy leaves fewer repeats required.
+        # With an upper bound, an early optional copy leaves more repeats than a late one, so it subsumes the late copy.
+        # Without an upper bound, a late copy requires fewer repeats than an early one, so it subsumes the early copy.
         order = starts[::-1] if high is None else starts[: copies - max(low - 1, 0)]
         self.spend(len(order) * size)
         for weak, strong in pairwise(order):
@@ -545,9 +582,11 @@ class _GlushkovNFA:
         return nullable, first, last
 
     def without_subsumed(self, state: int) -> int:
-        """Drop the positions that others in the set subsume: the language stays, with far fewer DFA states.
+        """Return the set without the positions that other positions of the set subsume.
 
-        `(a|ab){1,99}` would otherwise have one state per set of possible counts.
+        A position subsumes another if it may be followed by every text that may follow the other. The language stays
+        the same, and the DFA has far fewer states. Otherwise `(a|ab){1,99}` would have a state for each set of possible
+        counts.
         """
         subsuming = state & self._subsuming
         self.spend(subsuming.bit_count())
@@ -562,7 +601,11 @@ class _GlushkovNFA:
                 self.follow[position] |= first
 
     def after(self, state: int, classes_of_set: list[list[int]]) -> dict[int, int]:
-        """The set of positions that may come next after one of this set, by the character's class."""
+        """Return, for each class of characters, the set of positions that may follow a set of positions.
+
+        state: the set; its positions match a character of the class.
+        classes_of_set: the classes of each character set, from `_Alphabet.partition`.
+        """
         self.spend(state.bit_count())
         by_set: dict[int, int] = {}
         for position in _bits(state & ~self.end):
@@ -578,7 +621,7 @@ class _GlushkovNFA:
 
 
 def _bits(number: int) -> list[int]:
-    """The positions of the one bits, ascending."""
+    """Return the positions of the bits that are 1, in ascending order."""
     places = []
     while number:
         low = number & -number
@@ -595,7 +638,15 @@ State = TypeVar("State", bound=Hashable)
 def _explore(
     start: State, after: Callable[[State], dict[int, State]], limit: float = math.inf
 ) -> tuple[list[dict[int, int]], list[State]]:
-    """Each state's transitions by class, as numbers of states, and the states; the first is the start."""
+    """Find all states that can be reached from `start`, breadth first, and number them; `start` has number 0.
+
+    after: gives the next states of a state by class.
+
+    Return the transitions of each state, which map classes to numbers of states, and the states in order.
+
+    Raises:
+        RegexError: there are more than `limit` states.
+    """
     numbers, states = {start: 0}, [start]
     rows: list[dict[int, int]] = []
     for state in states:  # grows during the loop
@@ -611,14 +662,17 @@ def _explore(
 
 
 class _Left(NamedTuple):
-    """The ends of those texts of a list that have the same beginning."""
+    """A set of endings: the parts that remain of the texts of a list after a common beginning is removed."""
 
-    may_be_nothing: bool
-    after: dict[str, int]  # character -> the number of what may be left after it
+    may_be_nothing: bool  # True if the beginning is a text of the list
+    after: dict[str, int]  # next character -> index of the set of endings after it
 
 
 def _number_left(texts: Iterable[str]) -> list[_Left]:
-    """What may be left after each beginning of a text, every set of ends once; that of no beginning comes last."""
+    """Return the distinct sets of endings for all beginnings of the texts.
+
+    The last set is that of the empty beginning: it has the whole texts.
+    """
     trie: list[dict[str, int]] = [{}]
     complete = set()
     for text in sorted(texts):
@@ -631,7 +685,7 @@ def _number_left(texts: Iterable[str]) -> list[_Left]:
     number_of = [0] * len(trie)
     numbers: dict[tuple[bool, frozenset[tuple[str, int]]], int] = {}
     found: list[_Left] = []
-    for node in reversed(range(len(trie))):  # what follows a node has a higher number
+    for node in reversed(range(len(trie))):  # the children of a node have higher numbers
         left = _Left(node in complete, {c: number_of[following] for c, following in trie[node].items()})
         number_of[node] = numbers.setdefault((left.may_be_nothing, frozenset(left.after.items())), len(found))
         if number_of[node] == len(found):
@@ -640,7 +694,11 @@ def _number_left(texts: Iterable[str]) -> list[_Left]:
 
 
 def _tabulate(classes: np.ndarray, rows: list[dict[int, int]], accepting: list[bool]) -> Automaton:
-    """The automaton with these transitions."""
+    """Return the automaton with these transitions; all states must be reachable and live.
+
+    Raises:
+        RegexError: its table would have more than MAX_CELLS cells.
+    """
     num_classes = int(classes.max()) + 1
     if len(rows) * num_classes > MAX_CELLS:
         raise RegexError(
@@ -654,11 +712,12 @@ def _tabulate(classes: np.ndarray, rows: list[dict[int, int]], accepting: list[b
 
 
 def _live(classes: np.ndarray, rows: list[dict[int, int]], accepting: list[bool]) -> Automaton:
-    """The automaton with these transitions, without states that a match does not pass, and as small as it can be.
+    """Return the automaton with these transitions, minimised and without states that no match passes.
 
-    Raises RegexError: there is no match.
+    Raises:
+        RegexError: there is no match, or the table would have more than MAX_CELLS cells.
     """
-    used, numbers = np.unique(classes, return_inverse=True)  # a class may have no id left
+    used, numbers = np.unique(classes, return_inverse=True)  # some classes may have no id
     place = {symbol: i for i, symbol in enumerate(used.tolist())}
     rows = [{place[symbol]: to for symbol, to in row.items() if symbol in place} for row in rows]
     before: list[list[int]] = [[] for _ in rows]
@@ -684,7 +743,10 @@ def _live(classes: np.ndarray, rows: list[dict[int, int]], accepting: list[bool]
 
 
 def _distances(rows: list[dict[int, int]], accepting: list[bool]) -> np.ndarray:
-    """Each state's distance to an accepting one, (states,) int32: breadth-first search on the reversed transitions."""
+    """Return the distance of each state to an accepting state, (states,) int32.
+
+    The search is breadth first over the reversed transitions.
+    """
     before: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):
         for next_state in set(row.values()):
@@ -703,13 +765,13 @@ def _distances(rows: list[dict[int, int]], accepting: list[bool]) -> np.ndarray:
 def _minimise(dfa: Automaton) -> Automaton:
     """Merge equivalent states by partition refinement (Moore 1956).
 
-    Starts from the partition by distance, which equivalent states share: then few rounds are usual. If the rounds run
-    out, the states stay as they are.
+    The first partition is by distance, because equivalent states have the same distance. A few rounds are usually
+    enough from there. If the rounds run out, no state is merged.
     """
     block = dfa.distance
     count = len(np.unique(block))
     for _ in range(min(MAX_ROUNDS, MAX_ROUND_CELLS // dfa.table.size)):
-        # In the table, −1 picks the −1 that is appended.
+        # An entry −1 of the table reads the −1 appended to `block`.
         block = _number_rows(np.column_stack([block, np.append(block, -1)[dfa.table]]).astype(np.int16))
         if block.max() + 1 == count:
             members = np.unique(block, return_index=True)[1]  # the first state of each block
@@ -720,7 +782,7 @@ def _minimise(dfa: Automaton) -> Automaton:
 
 
 def _merge_classes(dfa: Automaton) -> Automaton:
-    """Merge classes with the same transition in every state."""
+    """Merge classes that have the same transition in every state."""
     column = _number_rows(np.ascontiguousarray(dfa.table.T))
     representatives = np.unique(column, return_index=True)[1]
     table = np.ascontiguousarray(dfa.table[:, representatives])

@@ -1,4 +1,4 @@
-"""What training produces and the service serves: the model, its cache, sampling, tokenizer and checkpoint format.
+"""The model, its cache, sampling, tokenizer and checkpoint format, which training and the service share.
 
-Imports nothing, so that a process that needs only the tokenizer does not load torch.
+This file imports nothing, so a process that needs only the tokenizer does not load torch.
 """

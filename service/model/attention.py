@@ -1,6 +1,6 @@
-"""A forward pass that keeps the attention weights which kernels never write down: NumPy in float64, without torch.
+"""A forward pass of one short text that keeps the attention weights, in NumPy and float64, without torch.
 
-For one short text, to be looked at: `training/LECTURE.md` explains the steps. Letters as in gpt.py.
+Attention kernels do not store these weights. `training/LECTURE.md` explains the steps. Letters as in gpt.py.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Array = np.ndarray
 
 
 class LayerAttention(NamedTuple):
-    """Of each head of a layer, row by query and column by key."""
+    """The attention of each head of a layer. Rows are queries and columns are keys."""
 
     scores: Array  # (nh, T, T): q · k, before scale and mask
-    weights: Array  # (nh, T, T): softmax of the scaled scores of the keys that the query sees; 0 elsewhere
-    values: Array  # (nh, T, hs): what the weights mix
+    weights: Array  # (nh, T, T): softmax of the scaled scores over the keys that the query sees; 0 for other keys
+    values: Array  # (nh, T, hs): the weights mix these
 
 
 def logits_of(weights: Mapping[str, Array], config: GPTConfig, ids: list[int]) -> Array:
-    """(T, V), by the forward pass of `attention_layers`."""
+    """Return the logits of a text, (T, V), computed by `attention_layers`."""
     logits = np.empty((len(ids), config.vocab_size))
     for _ in attention_layers(weights, config, ids, logits):
         pass
@@ -35,10 +35,10 @@ def logits_of(weights: Mapping[str, Array], config: GPTConfig, ids: list[int]) -
 def attention_layers(
     weights: Mapping[str, Array], config: GPTConfig, ids: list[int], logits: Array | None = None
 ) -> Iterator[LayerAttention]:
-    """The attention of each layer in turn; what follows the last layer that is taken is not computed.
+    """Yield the attention of each layer in order. A layer is computed when the caller asks for it.
 
-    weights: under the names of GPT's parameters, in any precision, as Checkpoint.load_weights gives them.
-    logits (T, V): written after the last layer, if given.
+    weights: the weights by the names of GPT's parameters, in any precision, as from `Checkpoint.load_weights`.
+    logits: optional array (T, V); it is filled with the logits after the caller has taken all layers.
     """
     T, hs, nh, nkv = len(ids), config.head_dim, config.n_head, config.n_kv_head
     angles = np.arange(T)[:, None] * config.rope_theta ** -(np.arange(0, hs, 2) / hs)  # (T, hs/2)
@@ -71,7 +71,7 @@ def attention_layers(
         y = (mix @ v).transpose(1, 0, 2).reshape(T, nh * hs)
         x = x + y @ get(at + "attn.proj.weight").T
         gate, up = np.split(normed(x, at + "mlp_norm.weight") @ get(at + "mlp.gate_up.weight").T, 2, axis=1)
-        with np.errstate(over="ignore"):  # of exp, to infinity, which gives 0
+        with np.errstate(over="ignore"):  # exp may overflow to infinity; the quotient is then 0
             x = x + (gate / (1 + np.exp(-gate)) * up) @ get(at + "mlp.proj.weight").T
     if logits is not None:
         logits[:] = normed(x, "norm.weight") @ get("head.weight").T

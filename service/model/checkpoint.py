@@ -1,15 +1,15 @@
 """A checkpoint: a plain Hugging Face model folder, which transformers loads unchanged.
 
     config.json            model_type qwen3, a sliding window of W in every layer, and a `chargpt` section
-    model.safetensors      weights under Qwen3's names
-    tokenizer.json         one character, one id; AutoTokenizer reads it with tokenizer_config.json
-    training.json          recipe, seed, data hash, losses, versions, a probe of what the model computes
+    model.safetensors      weights under the names of Qwen3
+    tokenizer.json         one id for each character; AutoTokenizer reads it with tokenizer_config.json
+    training.json          recipe, seed, data hash, losses, versions, and a probe (see `Probe`)
     ngrams.bin             optional: n-grams of the training text, see ngrams.py
     manifest.json          SHA-256 and size of every other file
 
-training/saving.py writes one. Loading trusts nothing: names, types and sizes are checked before a file is read, its
-SHA-256 before it is parsed, and every value after that. Only JSON and safetensors are read, never pickle. Only
-`load_model` imports torch, so that reading a checkpoint's description does not load it.
+training/saving.py writes checkpoints. Loading trusts no file: it checks the name, type and size of a file before
+reading it, the SHA-256 before parsing it, and then every value. It reads only JSON and safetensors, never pickle. Only
+`load_model` imports torch, so all other methods work without torch.
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
 REQUIRED = ("config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json", "training.json")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of further files: no folder, not hidden
-_MAX_CONFIG_BYTES = 1 << 20  # of config.json and of the manifest
-_MAX_JSON_BYTES = 16 << 20  # of the other JSON files except tokenizer.json
-EXAMPLE_PROMPT = "ROMEO:\n"  # of a checkpoint that has none, as far as its vocabulary goes
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # names without a folder, not hidden
+_MAX_CONFIG_BYTES = 1 << 20  # for config.json and for the manifest
+_MAX_JSON_BYTES = 16 << 20  # for the other JSON files except tokenizer.json
+EXAMPLE_PROMPT = "ROMEO:\n"  # for checkpoints without an example; unknown characters of it are replaced
 _MAX_EXAMPLE = 100  # characters
 _PROBED = 16  # characters
-_PROBE_TOLERANCE = 1e-3  # of the largest log-probability, at least 1; another formula differs by more, rounding by less
-_MAX_DEPTH = 200  # of JSON; each fine-tuning adds one to training.json, and GET /info encodes it on a deeper stack
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # safetensors' names -> how NumPy reads them
+# Relative to the largest absolute log-probability, or to 1 if that is larger. A different formula causes larger errors
+# than this, and rounding causes smaller ones.
+_PROBE_TOLERANCE = 1e-3
+_MAX_DEPTH = 200  # levels of nested JSON; each fine-tuning adds a level to training.json, which GET /info encodes
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # dtype in safetensors -> dtype for NumPy
 
 # GPTConfig field -> key in config.json
 CONFIG_NAMES = {
@@ -72,11 +74,14 @@ CONFIG_NAMES = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, altered or unsupported; the message names the file."""
+    """A checkpoint is missing, altered or unsupported. The message names the file."""
 
 
 def layout(config: GPTConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Every parameter of GPT, in order -> the tensors in model.safetensors whose rows it concatenates, with shapes."""
+    """Return the parameters of GPT in order, each with its tensors in model.safetensors and their shapes.
+
+    A parameter is the concatenation of its tensors by rows.
+    """
     assert config.n_inner is not None
     C, F, V, hs = config.n_embd, config.n_inner, config.vocab_size, config.head_dim
     keys = (config.n_kv_head * hs, C)
@@ -104,7 +109,7 @@ def layout(config: GPTConfig) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """What the manifest lists of a file."""
+    """The manifest's entry for a file."""
 
     sha256: str
     size: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # in bytes
@@ -125,7 +130,7 @@ class _Config(msgspec.Struct):
 
 class _Vocabulary(msgspec.Struct):
     vocab: dict[str, int]
-    unk_token: Any = None  # UNKNOWN names the unknown symbol; any other means that there is none
+    unk_token: Any = None  # UNKNOWN: the vocabulary has an unknown symbol; any other value: it has none
 
 
 class _Tokenizer(msgspec.Struct):
@@ -133,7 +138,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """What the saved model gave for a short text: the log-probability of each character but the first."""
+    """The log-probabilities that the saved model gave to the characters of a short text, except the first."""
 
     text: Annotated[str, msgspec.Meta(min_length=2, max_length=64)]
     log_probabilities: list[float]
@@ -145,7 +150,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def _log_probabilities(forward: Forward, ids: list[int]) -> np.ndarray:
-    """Of each id but the first, given those before; (T - 1,)."""
+    """Return the log-probability of each id except the first, given the ids before it: (T − 1,)."""
     with np.errstate(all="ignore"):
         logits = forward(ids)[:-1].astype(np.float64)
         shifted = logits - logits.max(axis=1, keepdims=True)
@@ -154,7 +159,7 @@ def _log_probabilities(forward: Forward, ids: list[int]) -> np.ndarray:
 
 
 class _Training(msgspec.Struct):
-    """The parts of training.json that programs use; all may be absent."""
+    """The parts of training.json that programs use. Each part may be absent."""
 
     losses: dict[str, float | None] = {}
     recipe: dict[str, Any] = {}
@@ -172,23 +177,24 @@ class Checkpoint:
     tokenizer: CharTokenizer
     training: dict[str, Any]  # training.json
     digest: str  # SHA-256 of manifest.json, which covers all files
-    files: Mapping[str, FileEntry] = field(default_factory=dict, repr=False)  # the manifest's
-    probe: Probe | None = field(default=None, repr=False)  # training.json's, None from older versions
+    files: Mapping[str, FileEntry] = field(default_factory=dict, repr=False)  # the entries of the manifest
+    probe: Probe | None = field(default=None, repr=False)  # from training.json; older versions wrote none
 
     @classmethod
     def read(cls, path: str | Path, digest: str | None = None) -> Checkpoint:
-        """Verify every file in the manifest, and parse all but the weights.
+        """Verify every file in the manifest, and parse the JSON files.
 
-        `digest`, if given, is the only one accepted.
+        digest: the expected digest; None accepts any.
 
         Raises:
             CheckpointError: a file is missing, altered, not a regular file or malformed, the format is unsupported, or
-                the folder was replaced by one with another digest.
+                the checkpoint has another digest than expected.
         """
         path = Path(path)
         if not os.path.isfile(path / MANIFEST) and os.path.isdir(previous_of(path.absolute())):
             raise CheckpointError(
-                f"no checkpoint at {path}: a save was interrupted; the one before is {previous_of(path)}, rename it"
+                f"no checkpoint at {path}: a save was interrupted; rename {previous_of(path)} to {path} to restore the "
+                "checkpoint before it"
             )
         if not os.path.isdir(path):
             raise CheckpointError(f"no checkpoint at {path}: not a folder")
@@ -200,7 +206,7 @@ class Checkpoint:
         found = hashlib.sha256(content).hexdigest()
         if digest not in (None, found):
             raise CheckpointError(
-                f"{path}: the checkpoint was replaced: its manifest has SHA-256 {found}, that listed has {digest}"
+                f"{path}: the checkpoint was replaced: its manifest has SHA-256 {found}, expected {digest}"
             )
         manifest = _decode(file, content, _Manifest)
         if manifest.format_version != FORMAT_VERSION:
@@ -214,10 +220,10 @@ class Checkpoint:
         for name in files:
             if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
                 raise CheckpointError(
-                    f"{file}: lists {_short(name)}, but names must be of other files in this folder, made of letters, "
-                    "digits, '_', '-' and '.', beginning with a letter, digit or '_'"
+                    f"{file}: lists {_short(name)}, but a name must be of another file in this folder, consist of "
+                    "letters, digits, '_', '-' and '.', and begin with a letter, digit or '_'"
                 )
-        # config.json first: it limits the sizes of the others.
+        # config.json comes first, because it limits the sizes of the other files.
         config = _parse_config(path / "config.json", _read(path, "config.json", files, _MAX_CONFIG_BYTES))
         weights, size = config.num_parameters, files[WEIGHTS].size
         limits = dict.fromkeys(files, _MAX_JSON_BYTES + 64 * weights) | {
@@ -244,32 +250,30 @@ class Checkpoint:
         return cls(path, config, tokenizer, training, found, files, probe)
 
     def read_file(self, name: str) -> bytes:
-        """The content of a file in the manifest, as it was when the checkpoint was read.
+        """Return the content of a file in the manifest.
 
         Raises:
-            CheckpointError: the file is not in the manifest, or it was altered.
+            CheckpointError: the file is not in the manifest, cannot be read, or was altered since.
         """
         return _read(self.path, name, self.files)
 
     @property
     def record_end_character(self) -> str | None:
-        """As `end_of_records`."""
+        """The result of `end_of_records` for this checkpoint."""
         return end_of_records(self.training, self.tokenizer)
 
     @functools.cached_property
     def record_end(self) -> int | None:
-        """Of a model of records: the id of the character that precedes each and ends it, its bos and eos token.
-
-        None: the model is of other texts.
-        """
+        """The id of `record_end_character`, the bos and eos token; None if the model does not write records."""
         end = self.record_end_character
         return None if end is None else self.tokenizer.encode(end)[0]
 
     @functools.cached_property
     def text_characters(self) -> frozenset[str] | None:
-        """What patterns may match within a record: all but U+001E that ends it. None: all characters.
+        """The characters that patterns may match within a record; None if they may match all.
 
-        A pattern may name a line break that ends a record, because lines are what users see.
+        Patterns may not match the U+001E that ends records of several lines. They may match a line break that ends a
+        record, because users see lines.
         """
         if self.record_end_character != RECORD_SEPARATOR:
             return None
@@ -277,16 +281,17 @@ class Checkpoint:
 
     @functools.cached_property
     def example_prompt(self) -> str:
-        """A text to begin with, in this vocabulary; empty for records, which begin by themselves."""
+        """A prompt in this vocabulary for examples. It is empty for records, which need no prompt."""
         given = self.training.get("example_prompt", "")
         if given and len(given) <= _MAX_EXAMPLE and all(c in self.tokenizer for c in given):
             return str(given)
         return "" if self.record_end is not None else self.tokenizer.adapted(EXAMPLE_PROMPT)
 
     def is_computed_by(self, forward: Forward) -> bool:
-        """Whether a forward pass over these weights gives what the saved model gave; gpt.py may have changed since.
+        """Return True if `forward`, with these weights, gives the probe's log-probabilities within the tolerance.
 
-        True without a probe, and where logits overflow.
+        The result is False if gpt.py computes another function than when the checkpoint was saved. It is True if there
+        is no probe or if logits overflow.
         """
         if self.probe is None:
             return True
@@ -295,11 +300,11 @@ class Checkpoint:
         return not np.isfinite(error) or bool(error <= _PROBE_TOLERANCE * max(1.0, np.abs(recorded).max()))
 
     def load_weights(self) -> dict[str, np.ndarray]:
-        """The weights under the names of GPT's parameters, in the precision of the file; without torch.
+        """Return the weights by the names of GPT's parameters, in the precision of the file, without torch.
 
         Raises:
-            CheckpointError: the weights are altered, not finite in float32, or tensors are missing, unknown or of the
-                wrong dtype or shape.
+            CheckpointError: the file was altered, a weight is not finite in float32, or a tensor is missing, is unknown
+                or has the wrong dtype or shape.
         """
         from safetensors import SafetensorError, deserialize
 
@@ -308,7 +313,7 @@ class Checkpoint:
             raise CheckpointError(f"{file}: the header must have at most {limit:,} bytes")
         try:
             found = dict(deserialize(data))
-        except SafetensorError as error:  # which repeats the header's text as it is
+        except SafetensorError as error:  # its message repeats text of the header unchanged
             raise CheckpointError(f"{file}: {_printable(str(error))}") from None
         del data
         parameters = layout(self.config)
@@ -325,7 +330,7 @@ class Checkpoint:
                     f"{file}: {name} must have shape {shape} by config.json, got {_short(tuple(found[name]['shape']))}"
                 )
             values = np.frombuffer(found[name]["data"], _DTYPES[dtype])
-            if dtype == "BF16":  # the upper half of a float32
+            if dtype == "BF16":  # the upper 16 bits of a float32
                 values = (values.astype("<u4") << 16).view("<f4")
             with np.errstate(over="ignore"):
                 if not np.isfinite(values.astype(np.float32, copy=False)).all():
@@ -334,7 +339,7 @@ class Checkpoint:
         return {ours: np.concatenate([tensors[name] for name in theirs]) for ours, theirs in parameters.items()}
 
     def load_ngrams(self) -> NGrams | None:
-        """The n-grams of the training text; None: the checkpoint has none.
+        """Return the n-grams of the training text, or None if the checkpoint has none.
 
         Raises:
             CheckpointError: the file is altered or malformed.
@@ -349,10 +354,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / NGRAMS}: {error}") from None
 
     def load_model(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
-        """The model in evaluation mode, fp32 by default.
+        """Return the model in evaluation mode, by default in fp32.
 
         Raises:
-            CheckpointError: as `load_weights`.
+            CheckpointError: as in `load_weights`.
         """
         import torch
 
@@ -364,18 +369,23 @@ class Checkpoint:
 
 
 def end_of_records(training: Mapping[str, Any], tokenizer: CharTokenizer) -> str | None:
-    """Of a model of records, by its training.json: the character that precedes each and ends it.
+    """Return the character that ends each record of a model and precedes the next; None if the model has no records.
 
-    It is the line break, or U+001E if records may have several lines. None: the model is of other texts.
+    training: the content of training.json.
+
+    The character is the line break, or U+001E if records may have several lines.
     """
     if not training.get("recipe", {}).get("records"):
         return None
-    end = training.get("data", {}).get("record_end") or "\n"  # older versions knew no other
+    end = training.get("data", {}).get("record_end") or "\n"  # older versions had only the line break
     return end if isinstance(end, str) and end in tokenizer else None
 
 
 def previous_of(path: Path) -> Path:
-    """Where a save keeps the old folder, whole, on systems that cannot exchange two, until it is done."""
+    """Return the path at which a save keeps the old folder until the new folder is in place.
+
+    Only systems that cannot exchange two folders need it.
+    """
     return path.with_name(f".{path.name}.previous")
 
 
@@ -389,7 +399,7 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
         "use_sliding_window": True,
         "max_window_layers": 0,
         "layer_types": ["sliding_attention"] * config.n_layer,
-        # Nominal: attention is banded and positions are relative, so texts are unbounded.
+        # The value is nominal: attention is banded and positions are relative, so texts may have any length.
         "max_position_embeddings": 131072,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -401,7 +411,13 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _open(file: Path) -> Iterator[tuple[io.BufferedReader, int]]:
-    """A regular file, or a link to one, and its size. Never waits, as for the writer of a FIFO."""
+    """Open a regular file, or a link to one; yield its stream and its size.
+
+    Opening never waits, for example for the writer of a FIFO.
+
+    Raises:
+        CheckpointError: the file cannot be read or is not a regular file.
+    """
     try:
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)) as stream:
             about = os.fstat(stream.fileno())
@@ -415,7 +431,14 @@ def _open(file: Path) -> Iterator[tuple[io.BufferedReader, int]]:
 def _read(
     path: Path, name: str, files: Mapping[str, FileEntry], max_bytes: int | None = None, *, is_kept: bool = True
 ) -> bytes:
-    """The content of a file, verified; nothing unless `is_kept`, so that large files need no memory."""
+    """Verify a file, and return its content.
+
+    max_bytes: the limit of its size; None: no limit.
+    is_kept: False: return nothing, so that large files need no memory.
+
+    Raises:
+        CheckpointError: the file is not in the manifest, is too large, cannot be read, or was altered.
+    """
     file, listed, data, sha256 = path / name, files.get(name), b"", hashlib.sha256()
     if listed is None:
         raise CheckpointError(f"{path / MANIFEST}: {name} is not listed")
@@ -490,12 +513,12 @@ def _parse_tokenizer(path: Path, data: bytes, config: GPTConfig) -> CharTokenize
 
 
 def _max_header_bytes(config: GPTConfig) -> int:
-    """Of model.safetensors: generous for names, types and metadata."""
+    """Return the limit of the header of model.safetensors, with room for names, types and metadata."""
     return (1 << 20) + 1024 * (3 + 11 * config.n_layer)
 
 
 def _printable(text: str) -> str:
-    """At most 300 characters, those that could steer a terminal as escapes."""
+    """Return at most 300 characters of a text, with escapes for those that could control a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:300])[:300]
 
 

@@ -1,12 +1,12 @@
-"""The shape of a model; loads without torch."""
+"""The shape of a model. This module loads without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Field -> smallest and largest value: far beyond any model of characters, and small enough that no size overflows.
+# Field -> smallest and largest value. The largest are far beyond any character model, and no size overflows with them.
 BOUNDS: dict[str, tuple[float, float]] = {
-    "vocab_size": (1, 0x110000),  # Unicode's code points
+    "vocab_size": (1, 0x110000),  # the number of Unicode code points
     "block_size": (1, 1 << 20),
     "n_layer": (1, 10_000),
     "n_head": (1, 1 << 16),
@@ -24,20 +24,20 @@ class GPTConfig:
     """Hyperparameters of a GPT.
 
     Raises:
-        ValueError: a field is of another type or out of bounds, or `n_embd`, `n_head` and `n_kv_head` are not divisible
-            as required.
+        ValueError: a field has the wrong type or is out of BOUNDS, n_embd / n_head is not an even number, or n_kv_head
+            does not divide n_head.
     """
 
     vocab_size: int
-    block_size: int = 128  # W: the number of keys that a query sees, its own included
+    block_size: int = 128  # W: a query sees this many keys, its own included
     n_layer: int = 6
     n_head: int = 4
     n_kv_head: int = 2  # each key/value head serves n_head / n_kv_head query heads (Ainslie et al. 2023)
     n_embd: int = 128
-    n_inner: int | None = None  # width of the SwiGLU; None: 8/3 of n_embd, rounded up to a multiple of 8
+    n_inner: int | None = None  # width of SwiGLU; None: 8/3 of n_embd, rounded up to a multiple of 8
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
-    dropout: float = 0.0  # of the residual branches, in training only
+    dropout: float = 0.0  # on the residual branches, in training only; must be below 1
 
     def __post_init__(self) -> None:
         if self.n_inner is None and type(self.n_embd) is int:
@@ -70,5 +70,5 @@ class GPTConfig:
 
     @property
     def receptive_field(self) -> int:
-        """Number of trailing characters on which the last position's logits depend: n_layer · (W − 1) + 1."""
+        """The logits of a position depend on this many last characters, its own included: n_layer · (W − 1) + 1."""
         return self.n_layer * (self.block_size - 1) + 1

@@ -1,8 +1,8 @@
 """A character-level GPT in the Qwen3 layout: RoPE, RMSNorm, QK-norm, SwiGLU, grouped KV heads, no biases.
 
-One attention rule holds in training, prefill and decode: a query at position p sees the keys at p − W < j ≤ p, with
-W = `block_size`. The cache is an argument; `cache=None` is the only switch. The model knows nothing about optimizers,
-files or text.
+Training, prefill and decode share one attention rule: a query at position p sees the keys at positions j with
+p − W < j ≤ p. The cache is an argument of the forward pass, and without a cache the pass runs whole texts. The model
+knows nothing about optimizers, files or text.
 
 Letters: B rows, T characters, C n_embd, nh n_head, nkv n_kv_head, hs head_dim, W block_size, V vocab_size.
 """
@@ -20,9 +20,10 @@ from service.model.sampling import Sampler, uniforms
 
 
 def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of `positions` (…), each (…, hs): x rotated is x · cos + roll(x, hs / 2) · sin.
+    """Return cos and signed sin of `positions` (…), each (…, hs).
 
-    Su et al. 2021, in Hugging Face's half-split layout. Angles are fp64, to stay accurate at any text length.
+    The rotation of x is x · cos + roll(x, hs / 2) · sin (Su et al. 2021, in the half-split layout of Hugging Face).
+    Angles are fp64, so they are accurate at any text length.
     """
     hs = config.head_dim
     device = torch.device("cpu") if positions.device.type == "mps" else positions.device  # MPS has no fp64
@@ -34,15 +35,17 @@ def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tup
 
 
 def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Causal attention in which a query sees at most `window` keys, its own included.
+    """Compute causal attention in which a query sees at most `window` keys, its own included.
 
-    q (B, nh, T, hs), k and v (B, nkv, T, hs) -> (B, nh, T, hs). Longer texts are split into blocks of `window`
-    queries, each of which attends to its own block and the previous one: O(T · window).
+    q (B, nh, T, hs), k and v (B, nkv, T, hs) -> (B, nh, T, hs).
+
+    A text longer than the window is split into blocks of `window` queries. A block attends to its own keys and to those
+    of the block before it. The cost is O(T · window).
     """
     B, T = q.size(0), q.size(2)
     if T <= window:
         return attend(q, k, v, is_causal=True)
-    n = (T - 1) // window  # blocks after the first
+    n = (T - 1) // window  # number of blocks after the first
     q, k, v = (F.pad(x, (0, 0, 0, (n + 1) * window - T)).unflatten(2, (n + 1, window)) for x in (q, k, v))
     first = attend(q[:, :, 0], k[:, :, 0], v[:, :, 0], is_causal=True)  # (B, nh, W, hs)
     k, v = (torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in (k, v))  # (B, nkv, n, 2W, hs)
@@ -55,9 +58,12 @@ def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """softmax(q·kᵀ / √hs) · v over grouped heads; q (B, nh, T, hs), k and v (B, nkv, S, hs) -> (B, nh, T, hs)."""
+    """Compute softmax(q·kᵀ / √hs) · v over grouped heads.
+
+    q (B, nh, T, hs), k and v (B, nkv, S, hs) -> (B, nh, T, hs).
+    """
     if q.size(2) == 1 and not is_causal:
-        # Decode: query heads that share a key head form one matrix, which is 1.5 times as fast on a CPU.
+        # Decode: the query heads that share a key head form one matrix, which is faster on a CPU.
         B, nh, _, hs = q.size()
         y = F.scaled_dot_product_attention(q.reshape(B, k.size(1), -1, hs), k, v, attn_mask=attn_mask)
         return y.reshape(B, nh, 1, hs)
@@ -72,17 +78,17 @@ class CausalSelfAttention(nn.Module):
         hs = config.head_dim
         self.config, self.layer = config, layer
         self.sizes = [config.n_embd, config.n_kv_head * hs, config.n_kv_head * hs]
-        self.qkv = nn.Linear(config.n_embd, sum(self.sizes), bias=False)  # rows of queries, then keys, then values
+        self.qkv = nn.Linear(config.n_embd, sum(self.sizes), bias=False)  # rows: queries, then keys, then values
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_norm = nn.RMSNorm(hs, config.norm_eps)  # QK-norm (Henry et al. 2020)
         self.k_norm = nn.RMSNorm(hs, config.norm_eps)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
-        (B, T, C), (cos, sin) = x.size(), rope  # (…, T, 1, hs): they broadcast over the heads
+        (B, T, C), (cos, sin) = x.size(), rope  # cos and sin (…, T, 1, hs) broadcast over the heads
         nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.config.head_dim
         qkv = self.qkv(x).view(B, T, nh + 2 * nkv, hs)
         qk, v = qkv[:, :, : nh + nkv], qkv[:, :, nh + nkv :].transpose(1, 2)
-        # Queries and keys in one tensor: half as many operations.
+        # Queries and keys are in one tensor, which halves the number of operations.
         gain = torch.cat((self.q_norm.weight,) * nh + (self.k_norm.weight,) * nkv).view(-1, hs)
         qk = torch.rms_norm(qk, (hs,), None, self.config.norm_eps) * gain.to(qk.dtype)
         qk = torch.addcmul(qk * cos, qk.roll(hs // 2, dims=-1), sin).to(v.dtype).transpose(1, 2)  # (B, nh + nkv, T, hs)
@@ -96,12 +102,12 @@ class CausalSelfAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Shazeer 2020."""
+    """The feed-forward layer: proj(silu(gate) · up) (Shazeer 2020)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        assert config.n_inner is not None  # set by __post_init__
-        self.gate_up = nn.Linear(config.n_embd, 2 * config.n_inner, bias=False)  # gate rows, then up rows
+        assert config.n_inner is not None  # __post_init__ sets it
+        self.gate_up = nn.Linear(config.n_embd, 2 * config.n_inner, bias=False)  # rows: gate, then up
         self.proj = nn.Linear(config.n_inner, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,10 +141,10 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, idx: Tensor, cache: CacheRows | None = None) -> Tensor:
-        """Character ids idx (B, T) -> logits (B, T, V).
+        """Compute the logits (B, T, V) of the character ids idx (B, T).
 
-        Without a cache, every row starts at position 0. With one, row b is at `cache.positions[b]`, and its keys and
-        values are written to the cache.
+        Without a cache, every row starts at position 0. With a cache, the characters of row b are at
+        `cache.positions[b]`, and their keys and values are written to the cache.
         """
         x = self.embed(idx)  # (B, T, C)
         positions = torch.arange(idx.size(1), device=idx.device) if cache is None else cache.positions  # (T,) or (B, T)
@@ -150,9 +156,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: list[int], max_tokens: int, params: SamplingParams) -> list[int]:
-        """Generate `max_tokens` ids after `prompt`, by one full forward without a cache per character.
+        """Return `max_tokens` ids generated after `prompt`.
 
-        In fp64 (`model.double()`) this defines the text of a seed; an engine in float64 generates the same ids.
+        Each character takes one forward pass over the whole text, without a cache. In fp64 (`model.double()`), this
+        method defines the text of a seed: an engine in float64 generates the same ids.
         """
         ids = list(prompt)
         sampler, every = Sampler(1, self.config.vocab_size), slice(0, 1)

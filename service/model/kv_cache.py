@@ -1,9 +1,9 @@
 """KV cache: preallocated slots, each a ring buffer of the last W positions of a sequence.
 
-Position p is stored at ring index p mod W, so that memory and the cost of a decode step do not depend on text length.
-The cache knows nothing about requests or the assignment of slots.
+Position p is stored at ring index p mod W. So the memory and the cost of a decode step do not depend on the length of
+the text. The cache knows nothing about requests or the assignment of slots.
 
-Letters as in gpt.py; S slots, L layers.
+Letters as in gpt.py; S' is the number of keys that a pass reads for each row.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from service.model.config import GPTConfig
 
 
 class KVCache:
-    """`slots` rings of `config.block_size` keys and values each.
+    """The keys and values of `slots` sequences, and a spare slot.
 
-    Bytes: 2 · n_layer · (slots + 1) · n_kv_head · block_size · head_dim · element size. The spare slot, number `slots`,
-    takes the writes of padding and of rows that only fill a batch.
+    Each slot is a ring of `config.block_size` positions. Padding, and rows that only fill a batch, write to the spare
+    slot, which has the number `slots`.
+
+    Bytes: 2 · n_layer · (slots + 1) · n_kv_head · block_size · head_dim · element size.
     """
 
     def __init__(self, config: GPTConfig, slots: int, device: torch.device | str, dtype: torch.dtype):
@@ -29,15 +31,19 @@ class KVCache:
         shape = (config.n_layer, slots + 1, config.n_kv_head, self.window, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths = [0] * (slots + 1)  # characters seen by each slot; may exceed W
+        self.lengths = [0] * (slots + 1)  # number of positions written to each slot, which may exceed W
 
     def empty(self, slot: int) -> None:
-        """Before another sequence. A masked key or value counts 0 times, which one that is not finite would survive."""
+        """Empty a slot before another sequence uses it.
+
+        The old keys and values become 0. Masking alone does not remove values that are not finite, because 0 times such
+        a value is NaN.
+        """
         self.lengths[slot] = 0
         self.keys[:, slot] = self.values[:, slot] = 0.0
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of a slot become another slot's whole content."""
+        """Copy the first `length` positions of slot `source` to slot `target`, which then holds nothing else."""
         assert length <= self.lengths[source] <= max(self.window, length), "its ring must hold the last W of them"
         used = min(length, self.window)
         for ring in (self.keys, self.values):
@@ -46,10 +52,13 @@ class KVCache:
 
 
 class CacheRows:
-    """The rows of one forward, which appends `counts[b]` characters to slot `slots[b]`, padded to T on the right.
+    """The rows of one forward pass, as a view of the cache.
 
-    positions (B, T) int64; mask broadcasts to scores (B, nh, T, S') and is added to them: 0 where a query sees a key,
-    −∞ elsewhere. (Each layer would have to convert a boolean mask to this form.)
+    Row b appends `counts[b]` characters to slot `slots[b]`. Rows are padded on the right to T, the largest count.
+
+    positions: (B, T) int64.
+    mask: it is added to the scores (B, nh, T, S'), and broadcasts to their shape. It is 0 if the query sees the key,
+        and −∞ otherwise. (A boolean mask would be converted to this form in each layer.)
     """
 
     def __init__(self, cache: KVCache, slots: Sequence[int], counts: Sequence[int]):
@@ -58,28 +67,29 @@ class CacheRows:
         slot, start, count = (torch.tensor(it, device=device)[:, None] for it in (slots, starts, counts))  # (B, 1)
         offset = torch.arange(T, device=device)
         self.cache, self.positions = cache, start + offset
-        # Only the last W characters of a row are kept in its ring; others and padding go to the spare slot.
+        # The last W characters of a row are written to its ring. Earlier ones and padding go to the spare slot.
         self.target = torch.where((offset < count) & (offset >= count - W), slot, cache.slots)  # (B, T)
         self.index = self.positions % W
         self.is_step = T == 1 and list(slots) == list(range(len(slots)))
-        # Keys: after the write, in rings that are read where they are; else those of the rings, then the new ones.
+        # A step reads its keys from the rings after writing to them, without a copy. Other passes concatenate the keys
+        # of the rings and the new keys.
         self.rows: slice | Tensor = slice(0, len(slots)) if self.is_step else slot[:, 0]
         self.filled = min(max(starts) + self.is_step, W)
         ring = torch.arange(self.filled, device=device)
         if self.is_step:
-            # A full ring holds exactly the band p − W < j ≤ p; before that, only its first p + 1 entries are valid.
+            # A full ring holds exactly the positions p − W < j ≤ p. Until it is full, only p + 1 entries are valid.
             seen = (ring <= self.positions)[:, None]  # (B, 1, S')
         else:
-            # Ring index i holds the latest position before `start` that is congruent to i mod W; negative: empty.
+            # Ring index i holds the last position before `start` that is congruent to i mod W; negative: it is empty.
             key = torch.cat((start - 1 - (start - 1 - ring) % W, self.positions), dim=1)  # (B, S')
-            distance = self.positions[:, :, None] - key[:, None]  # (B, T, S'); padding is after all that is seen
+            distance = self.positions[:, :, None] - key[:, None]  # (B, T, S'); no query sees the later padding
             seen = (distance >= 0) & (distance < W) & (key >= 0)[:, None]
         self.mask = additive(seen[:, None], cache.keys.dtype)
         for it, n in zip(slots, counts, strict=True):
             cache.lengths[it] += n
 
     def update_and_fetch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v (B, nkv, T, hs); returns the keys and values to attend to, (B, nkv, S', hs) each."""
+        """Write k and v (B, nkv, T, hs). Return the keys and values to attend to, (B, nkv, S', hs) each."""
         fetched = []
         for ring, new in ((self.cache.keys[layer], k), (self.cache.values[layer], v)):
             held = ring[self.rows, :, : self.filled]
@@ -89,5 +99,5 @@ class CacheRows:
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a query sees a key, −∞ elsewhere."""
+    """Return the mask to add to scores: 0 for a key that the query sees, −∞ for any other."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))

@@ -1,14 +1,15 @@
-"""How often characters follow the last five in a text, by which the native engine guesses the next one.
+"""The frequencies of n-grams in the training text, from which the native engine guesses the next character.
 
-A guess is run ahead and counts only if the model then chooses it, so this decides the time of a text and nothing else.
-Training writes the file (training/run.py); a checkpoint without it is served without such guesses.
+The engine runs guesses ahead, and keeps a guess only if the model then chooses it. So guesses change the speed of an
+answer but never its text. Training writes the file (training/run.py). Without the file, the engine does not guess from
+n-grams.
 
-The file is in the format of safetensors, under a name that no loader of weights looks for. It holds a tree of n-grams,
-level by level: the children of a node are the characters that follow its n-gram, by id.
+The file is in safetensors format, under a name that no loader of weights looks for. It holds a tree of n-grams, level
+by level. The children of a node are the characters that follow its n-gram, in the order of their ids.
 
     ids       (N,) uint16  the last character of each n-gram; 0 for the root
-    shares    (N,) uint8   2^(−share/16): how often it follows the characters before it
-    children  (M,) uint16  of the first M nodes; the others have none
+    shares    (N,) uint8   the last character follows the others with frequency 2^(−share/16)
+    children  (M,) uint16  the number of children of each of the first M nodes; the other nodes have none
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ import numpy as np
 
 NGRAMS = "ngrams.bin"
 MAX_BYTES = 1_000_000
-ORDER = 5  # characters that a guess looks back
-MIN_COUNT = 2  # n-grams that occur once predict worse than shorter ones
-MAX_NGRAMS = 150_000  # the most frequent; more predict no better, and the file stays below MAX_BYTES
-MAX_CHARACTERS, PARTS = 1 << 22, 64  # of a longer text, parts that lie evenly in it are counted
-DISCOUNT = 0.7  # of each count, in favour of what follows fewer characters (Ney et al. 1994)
-STEPS = 16  # of a share, in an octave
-REST = 1e-6  # share of what does not occur
+ORDER = 5  # a guess depends on this many last characters
+MIN_COUNT = 2  # rarer n-grams are dropped, because they predict worse than shorter ones
+MAX_NGRAMS = 150_000  # the most frequent are kept; more predict no better, and would not fit MAX_BYTES
+MAX_CHARACTERS, PARTS = 1 << 22, 64  # a longer text is counted only in this many evenly spaced parts
+DISCOUNT = 0.7  # subtracted from each count; shorter n-grams get the difference (Ney et al. 1994)
+STEPS = 16  # a share has this many steps for each factor of 2
+REST = 1e-6  # divided equally among all ids, so that no probability is 0
 
 
 @dataclass(frozen=True)
 class NGrams:
-    """The tree of one text; arrays as in the file."""
+    """The tree of one text. The arrays are those of the file."""
 
     ids: np.ndarray
     shares: np.ndarray
@@ -40,23 +41,23 @@ class NGrams:
 
     @classmethod
     def count(cls, text: np.ndarray) -> NGrams:
-        """Of a text, (T,) ids."""
+        """Count the n-grams of a text, (T,) ids."""
         if len(text) > MAX_CHARACTERS:
             size = MAX_CHARACTERS // PARTS
             starts = np.linspace(0, len(text) - size, PARTS).astype(np.int64)
             text = np.concatenate([text[start : start + size] for start in starts])
         text = text.astype(np.int64)
-        at, nodes = np.arange(len(text)), np.zeros(len(text), np.int64)  # where n-grams begin, and theirs
+        at, nodes = np.arange(len(text)), np.zeros(len(text), np.int64)  # beginning of each n-gram, and its node
         ids, counts, parents = [np.zeros(1, np.int64)], [np.array([len(text)])], [np.zeros(1, np.int64)]
         size = 1
         for length in range(1, ORDER + 2):
             fits = at + length <= len(text)
-            fits[fits] = text[at[fits] + length - 1] < 0xFFFF  # larger ids have no place in the file
+            fits[fits] = text[at[fits] + length - 1] < 0xFFFF  # the file cannot hold larger ids
             at, nodes = at[fits], nodes[fits]
             last = text[at + length - 1]
             found, which, count = np.unique(nodes << 16 | last, return_inverse=True, return_counts=True)
             is_kept = count >= MIN_COUNT
-            number = size + np.cumsum(is_kept) - 1  # of each that is kept
+            number = size + np.cumsum(is_kept) - 1  # node number of each n-gram that is kept
             ids.append(found[is_kept] & 0xFFFF)
             parents.append(found[is_kept] >> 16)
             counts.append(count[is_kept])
@@ -66,7 +67,10 @@ class NGrams:
 
     @classmethod
     def _tree(cls, ids: np.ndarray, parents: np.ndarray, counts: np.ndarray) -> NGrams:
-        """Of the most frequent nodes; none is more frequent than its parent."""
+        """Build the tree of the most frequent nodes.
+
+        No node is more frequent than its parent, so the parent of a node in the tree is in the tree too.
+        """
         if len(ids) > MAX_NGRAMS:
             is_kept = counts > np.partition(counts, -MAX_NGRAMS - 1)[-MAX_NGRAMS - 1]
             is_kept[0] = True
@@ -85,9 +89,10 @@ class NGrams:
 
     @classmethod
     def load(cls, data: bytes, vocab_size: int) -> NGrams:
-        """
+        """Parse the content of a file.
+
         Raises:
-            ValueError: the content of the file is not such a tree; says why.
+            ValueError: the content is not a tree of n-grams of the vocabulary. The message gives the cause.
         """
         from safetensors import SafetensorError, deserialize
 
@@ -116,7 +121,7 @@ class NGrams:
             raise ValueError("children must follow their parents")
         if self.ids.max() >= vocab_size:
             raise ValueError(f"ids must be below {vocab_size}, got {self.ids.max()}")
-        is_sibling = np.ones(N, bool)  # of the node before
+        is_sibling = np.ones(N, bool)  # True if the node and the node before it have the same parent
         is_sibling[0] = False
         is_sibling[first[:M][self.children > 0]] = False
         if (np.diff(self.ids.astype(np.int64))[is_sibling[1:]] <= 0).any():
@@ -130,8 +135,10 @@ class NGrams:
         return (1 + np.cumsum(counts)).astype(np.int32)
 
     def probabilities(self, context: Sequence[int], vocab_size: int) -> np.ndarray:
-        """Of each id after a context, (V,) float64: the longest n-gram's shares; what they leave is divided by the next
-        shorter one's, and so on. native.cpp has its own.
+        """Return the probability of each id after a context, (V,) float64.
+
+        The children of the longest n-gram that ends the context get their shares. The children of the next shorter one
+        get their shares of the rest, and so on. native.cpp implements the same rule.
         """
         p, rest = np.zeros(vocab_size), 1.0
         for length in range(min(ORDER, len(context)), -1, -1):

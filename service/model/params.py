@@ -1,7 +1,7 @@
 """The sampling parameters, with the bounds and the meaning of each.
 
-service/http/api/bodies.py takes the fields of the HTTP schema from here, and service/wire.py sends them to a worker.
-sampling.py (also for cuda.py) and native.cpp sample with them. A new parameter also needs a field in bodies.py and a
+service/http/api/bodies.py builds the HTTP schema from these fields, and service/wire.py sends them to a worker.
+sampling.py (also for cuda.py) and native.cpp implement them. A new parameter also needs a field in bodies.py, and a
 flag in training/__main__.py and sample.py. This module loads without torch.
 """
 
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 MAX_SEED = 2**64 - 1
-MAX_BIAS = 100.0  # OpenAI's bound
+MAX_BIAS = 100.0  # the same bound as OpenAI's
 
 
 def _param(description: str, example: float, **bounds: Any) -> Meta:
@@ -24,10 +24,10 @@ def _param(description: str, example: float, **bounds: Any) -> Meta:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How to choose the next character; `sampling.Sampler.choose` states the order in which the parameters apply.
+    """The parameters for choosing the next character. `sampling.Sampler.choose` documents the order of their steps.
 
     Raises:
-        ValueError: a field is out of bounds; names it, its value and the bounds.
+        ValueError: a field is out of bounds. The message gives the field, its value and the bounds.
     """
 
     temperature: Annotated[
@@ -37,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_p: Annotated[
         float, _param("sample from the smallest set of likeliest characters with this probability", 0.9, gt=0, le=1)
     ] = 1.0
-    seed: int = 0  # 0 to MAX_SEED; msgspec's bounds end at 2^63
+    seed: int = 0  # 0 to MAX_SEED; __post_init__ checks it, because the bounds of msgspec end at 2^63
     min_p: Annotated[
         float, _param("sample from characters at least this probable, relative to the likeliest", 0.05, ge=0, le=1)
     ] = 0.0
@@ -71,18 +71,18 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """What samplers compute with: temperature, top_p, log min_p, typical_p, then the penalties."""
+        """The numbers that samplers use: temperature, top_p, log min_p, typical_p, then the three penalties."""
         log_min_p = math.log(self.min_p) if self.min_p else -math.inf
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return (self.temperature, self.top_p, log_min_p, self.typical_p, *penalties)
 
     @property
     def needs_history(self) -> bool:
-        """Whether a choice depends on earlier characters."""
+        """True if a choice depends on which characters occurred before, because a penalty is set."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-# field -> its bounds, description and examples
+# Field -> its bounds, description and examples, for each field that has bounds.
 SAMPLING_META: dict[str, Meta] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
@@ -90,9 +90,13 @@ SAMPLING_META: dict[str, Meta] = {
 }
 
 
-@functools.lru_cache(maxsize=1024)  # most requests are alike
+@functools.lru_cache(maxsize=1024)  # most requests have the same values
 def _check_bounds(values: tuple[float, ...]) -> None:
-    """Raises as SamplingParams."""
+    """Check the values of the fields in SAMPLING_META, in their order.
+
+    Raises:
+        ValueError: as in SamplingParams.
+    """
     for (name, meta), value in zip(SAMPLING_META.items(), values, strict=True):
         low: Any = meta.gt if meta.ge is None else meta.ge
         high: Any = meta.le

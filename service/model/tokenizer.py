@@ -1,7 +1,7 @@
-"""Character-level tokenizer: one Unicode code point, one id; no merges. Loads without torch.
+"""A character-level tokenizer: each Unicode code point has one id, and there are no merges. Loads without torch.
 
-A vocabulary may have an unknown symbol, U+FFFD, which training puts in place of rare characters (`--min-count`).
-`encode` raises for characters outside such a vocabulary too: callers replace them first, where the user asks for it.
+A vocabulary may have an unknown symbol, U+FFFD. Training replaces rare characters by it (`--min-count`). `encode` still
+raises an error for characters outside the vocabulary: callers replace them first if the user asks for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 UNKNOWN = "\ufffd"  # REPLACEMENT CHARACTER
 RECORD_SEPARATOR = "\x1e"  # ends records of several lines
-NEVER = -100.0  # as a logit bias: what has it is sampled only where nothing else is allowed
+NEVER = -100.0  # logit bias: an id with this bias is sampled only if no other id is allowed
 
 
 class UnknownCharacterError(ValueError):
@@ -27,13 +27,13 @@ class UnknownCharacterError(ValueError):
 
 
 class CharTokenizer:
-    """A fixed vocabulary; a character's id is its index.
+    """A fixed vocabulary. The id of a character is its index.
 
-    has_unknown: UNKNOWN is its unknown symbol, not a character like any other.
+    has_unknown: True: UNKNOWN is the unknown symbol. False: UNKNOWN is an ordinary character if the vocabulary has it.
 
     Raises:
-        ValueError: the vocabulary is empty, or an entry is not a single character, is a duplicate, or is a lone
-            surrogate (which UTF-8 cannot encode), or it lacks UNKNOWN with `has_unknown`.
+        ValueError: the vocabulary is empty, or lacks UNKNOWN with `has_unknown`. Or an entry is not a single character,
+            is a duplicate, or is a lone surrogate, which UTF-8 cannot encode.
     """
 
     def __init__(self, characters: Sequence[str], has_unknown: bool = False):
@@ -56,25 +56,32 @@ class CharTokenizer:
 
     @property
     def replacement(self) -> str:
-        """What replaces unknown characters where nothing else is chosen; a vocabulary may lack the space."""
+        """The default replacement of unknown characters: the unknown symbol, or a space if there is no such symbol.
+
+        The vocabulary may lack the space.
+        """
         return " " if self.unknown_id is None else UNKNOWN
 
     @property
     def sampling_bias(self) -> tuple[tuple[int, float], ...]:
-        """The logit bias by which answers do not contain the unknown symbol; scores stay the model's."""
+        """The logit bias that keeps the unknown symbol out of generated texts. Scores do not use it."""
         return () if self.unknown_id is None else ((self.unknown_id, NEVER),)
 
     def __contains__(self, character: str) -> bool:
         return character in self._ids
 
     def adapted(self, text: str) -> str:
-        """A text as long, with characters of the vocabulary in place of unknown ones: an example of any model."""
+        """Return the text with each unknown character replaced by some character of the vocabulary.
+
+        The length stays the same. So an example text can serve for any model.
+        """
         return "".join([c if c in self else self.characters[i % len(self.characters)] for i, c in enumerate(text)])
 
     def encode(self, text: str) -> list[int]:
-        """
+        """Return the ids of the characters of a text.
+
         Raises:
-            UnknownCharacterError: for the first character that is not in the vocabulary.
+            UnknownCharacterError: a character is not in the vocabulary. The error names the first one.
         """
         try:
             return [self._ids[c] for c in text]
@@ -86,5 +93,5 @@ class CharTokenizer:
         return "".join([self.characters[i] for i in ids])
 
     def decode_array(self, ids: np.ndarray) -> str:
-        """`decode` for bulk text: (N,) of an integer type."""
+        """Decode many ids fast: an array (N,) of an integer type."""
         return self._code_points[ids].tobytes().decode("utf-32-le")

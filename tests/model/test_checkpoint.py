@@ -162,7 +162,7 @@ def test_killed_while_replacing_a_folder_that_cannot_be_exchanged(tmp_path, monk
         patch.setattr(shutil, "rmtree", killed_remove)
         save_random(folder, seed=1)
     if at in ("removing", "renaming"):
-        with pytest.raises(CheckpointError, match=f"a save was interrupted; the one before is {previous}, rename it"):
+        with pytest.raises(CheckpointError, match=f"a save was interrupted; rename {previous} to {folder} to"):
             Checkpoint.read(folder)
     restore_folder(folder)
     assert Checkpoint.read(folder).digest == before.digest
@@ -654,6 +654,6 @@ def test_a_folder_replaced_after_reading_is_refused(tmp_path):
     replaced = save_random(tmp_path / "ck", seed=1)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: size or SHA-256 differs from manifest\.json"):
         checkpoint.load_weights()
-    with pytest.raises(CheckpointError, match=f"replaced: .* {replaced.digest}, that listed has {checkpoint.digest}"):
+    with pytest.raises(CheckpointError, match=f"replaced: .* {replaced.digest}, expected {checkpoint.digest}"):
         Checkpoint.read(tmp_path / "ck", checkpoint.digest)
     replaced.load_weights()

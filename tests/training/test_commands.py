@@ -345,7 +345,7 @@ def test_a_mark_that_looks_like_a_flag_needs_an_equals_sign(tmp_path, output_of,
     (tmp_path / "text.txt").write_text("\n---\n".join(f"one\n{i}" for i in range(12)))
     command = ["prepare", "--data", tmp_path / "text.txt"]
     assert call([*command, "--records", "---"]) == 2
-    assert "unknown argument ---; as what separates records it is --records=---" in capsys.readouterr().err
+    assert "unknown argument ---; to use it as the separator of records, write --records=---" in capsys.readouterr().err
     assert call([*command, "--records", ""]) == 2
     assert "argument --records: must not be empty" in capsys.readouterr().err
     for mark in ("---", r"\n---\n"):

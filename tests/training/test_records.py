@@ -224,7 +224,7 @@ def test_what_is_wrong_with_a_table_is_said_with_its_line(corpus, name, text, sa
 def test_settings_of_older_runs_are_read(tmp_path):
     assert (TrainConfig(records=True).records, TrainConfig(records=False).records) == ("lines", "")
     assert TrainConfig(column="text").records == "lines"
-    with pytest.raises(ConfigError, match="records must be lines with column"):
+    with pytest.raises(ConfigError, match="records must be lines if column is set"):
         TrainConfig(column="text", records="blank")
     for recipe, about, end in (
         ({"records": True}, {}, "\n"),
