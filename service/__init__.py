@@ -1,7 +1,7 @@
 """Serve a character-level GPT checkpoint over HTTP. INTERNALS.md in this folder follows a request through it.
 
 Imports: `model` needs torch, safetensors, numpy and msgspec; `engine` adds `wire` and `constrain`, and its worker.py
-LitServe; `http` never loads torch; `training` uses `model`, `engine` and `wire`; `service` never imports `training`.
+LitServe; `http` never loads torch; `training` uses `model`, `engine`, `constrain` and `wire`; `service` never imports `training`.
 tests/test_imports.py enforces it.
 """
 

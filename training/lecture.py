@@ -39,7 +39,8 @@ def command(args: argparse.Namespace) -> None:
     if args.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {args.steps}")
     checkpoint = Checkpoint.read(find_checkpoint(args.checkpoint or BUNDLED))
-    give(prepare(args.data, glob=args.glob or ()), checkpoint, args.out, steps=args.steps, seed=args.seed)
+    corpus = prepare(args.data, glob=args.glob or (), exclude=args.exclude or ())
+    give(corpus, checkpoint, args.out, steps=args.steps, seed=args.seed)
 
 
 # -- characters, windows --

@@ -99,9 +99,12 @@ def test_rows_never_talk_and_weights_fill_memory():
 
 
 def test_the_lecture_is_given(corpus, checkpoint, tmp_path, capsys):
-    flags = ["--data", tmp_path / "bottles.txt", "--checkpoint", checkpoint.path, "--out", tmp_path / "lecture.png"]
+    (tmp_path / "other.txt").write_text("§")
+    data = ["--data", tmp_path, "--glob", "*.txt", "--exclude", "other.txt"]
+    flags = [*data, "--checkpoint", checkpoint.path, "--out", tmp_path / "lecture.png"]
     assert not call(["lecture", *flags, "--steps", 20])
     lines = capsys.readouterr().out.splitlines()
+    assert "§" not in "".join(lines[:4])
     assert [line[:2] for line in lines if re.match(r"\d\. ", line)] == [f"{i}." for i in range(1, 10)]
     assert (tmp_path / "lecture.png").stat().st_size > 10_000
     assert call(["lecture", *flags, "--steps", 0]) == 1
