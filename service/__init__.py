@@ -1,8 +1,8 @@
 """Serve a character-level GPT checkpoint over HTTP. INTERNALS.md in this folder follows a request through it.
 
 Imports: `model` needs torch, safetensors, numpy and msgspec; `engine` adds `wire` and `constrain`, and its worker.py
-LitServe; `http` never loads torch; `training` uses `model`, `engine`, `constrain` and `wire`; `service` never imports `training`.
-tests/test_imports.py enforces it.
+LitServe; `http` never loads torch; `training` uses `model`, `engine`, `constrain` and `wire`; `service` never imports
+`training`. tests/test_imports.py enforces it.
 """
 
 

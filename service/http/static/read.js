@@ -5,7 +5,7 @@ import { $, Editor, Tinted, h, items, later, on, percent, shown } from "./text.j
 
 const MAX_WITH_ALTERNATIVES = 3000;
 const ALIKE = 0.03; // of a loss
-let alternatives = 8, losses = {};
+let alternatives = 8, losses = {}, heldBack = "text";
 const editor = new Editor($("text"), $("read-error")), tinted = new Tinted("Text, by surprise");
 $("read-text").append(tinted.root);
 const legend = $("legend").cloneNode(true);
@@ -29,7 +29,7 @@ async function score(signal) {
     tinted.append(items(text, { token_logprobs: each.map((it) => (it === null ? null : -it)), top_logprobs: tops ?? [] }));
     $("read-numbers").replaceChildren(
       ...row("Bits per character", bits.toFixed(2), "big"),
-      ...["whole", "bigram"].flatMap((name) => (name in usual ? row(YARDSTICKS[name], usual[name].toFixed(2)) : [])),
+      ...["whole", "bigram"].flatMap((name) => (name in usual ? row(yardstick(name), usual[name].toFixed(2)) : [])),
       ...row("Total", `${(nats / Math.LN2).toFixed(0)} bits for ${characters} characters`),
       ...row("Like a choice among", `${perplexity.toFixed(1)} characters each time`));
     $("read-verdict").textContent = verdict(bits, usual);
@@ -38,13 +38,13 @@ async function score(signal) {
   } catch (error) { editor.fail(Failure.of(error)); }
 }
 
-const YARDSTICKS = { whole: "Validation text", bigram: "… by counting pairs" };
+const yardstick = (name) => name === "whole" ? `Validation ${heldBack}` : "… by counting pairs";
 
 function verdict(bits, { whole, bigram }) {
   if (whole === undefined) return "";
   const than = bits < (1 - ALIKE) * whole ? "less than" : bits > (1 + ALIKE) * whole ? "more than" : "about as much as";
-  const pairs = bits > bigram ? " Counting pairs of characters predicts that text better than the model predicts this one." : "";
-  return `This text surprises the model ${than} its validation text, which was held back from training.${pairs}`;
+  const pairs = bits > bigram ? ` Counting pairs of characters predicts the validation ${heldBack} better than the model predicts this one.` : "";
+  return `This text surprises the model ${than} its validation ${heldBack}, which it never learned from.${pairs}`;
 }
 
 const row = (name, value, className = "") => [h("dt", { textContent: name }), h("dd", { textContent: value, className })];
@@ -54,6 +54,7 @@ on($("text"), "input", read);
 
 export function useModel({ model }, isLinked) {
   losses = Object.fromEntries(Object.entries(model.training.losses ?? {}).filter(([, loss]) => typeof loss === "number"));
+  heldBack = model.records ? "records" : "text";
   alternatives = Math.min(8, [...model.vocabulary].length);
   if (!isLinked) editor.suggest(model.example ?? "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\nThe slings and arrows of outrageous fortune.\n");
 }
