@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from tests.helpers import ENDLESS, http_processes, lasting, make_certificate, serving, web
+from tests.helpers import ENDLESS, http_processes, lasting, make_certificate, serving, wait_until, web
 from tests.toolbox.http import answer, post, received, sent
 
 GET = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -219,7 +219,7 @@ def test_what_a_tls_connection_once_sent_or_received_is_not_kept(checkpoint, tmp
                         with answer(connection) as response:
                             assert response.status == status
                             response.read()
-                    time.sleep(2)  # until those that are closed are gone
+                    wait_until(lambda: not [it for it in http.net_connections("tcp") if it.status == "ESTABLISHED"])
                     return http.memory_info().rss
 
                 count = 60
