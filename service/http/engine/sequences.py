@@ -360,24 +360,28 @@ class Generation:
         if not sequence.is_begun:
             sequence.is_begun = True
             self._client.count(self.model, "begun")
-        reason = delta.finish_reason
-        if reason is not None:
-            sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
-            sequence.num_unseen = delta.num_unseen
-            if delta.ended_at is not None and sequence.queue_seconds is not None:
-                sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
-            if reason in FAILURES and self._failure is None:
-                self._failure = self._failed(sequence, reason)
-            elif (draw := sequence.submit.draw) is not None and not self.may_lack_answers and self._failure is None:
-                self._failure = too_few(draw, sequence.drawn) if sequence.num_answers < draw.answers else None
-            self._metrics.sequence_ended(sequence.num_completion_tokens)
-            self._client.count(self.model, reason)
-            self.touched[sequence] = None
+        if delta.finish_reason is not None:
+            self._end(sequence, delta, delta.finish_reason, now)
         is_first = prefilled_at is not None and sequence in self.touched  # not held back
         if (is_first and self.is_stream) or self._failure is not None or (not self.open and not self.pending):
             self._wake_urgently()
-        elif reason is not None and self.is_stream:
+        elif delta.finish_reason is not None and self.is_stream:
             self.wake_when_due(now)
+
+    def _end(self, sequence: SequenceState, delta: Delta, reason: FinishReason, now: float) -> None:
+        """Record the end of a sequence, and its failure if it is the first of the request."""
+        sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
+        sequence.num_unseen = delta.num_unseen
+        if delta.ended_at is not None and sequence.queue_seconds is not None:
+            sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
+        draw = sequence.submit.draw
+        if self._failure is None and reason in FAILURES:
+            self._failure = self._failed(sequence, reason)
+        elif self._failure is None and draw is not None and not self.may_lack_answers:
+            self._failure = too_few(draw, sequence.drawn) if sequence.num_answers < draw.answers else None
+        self._metrics.sequence_ended(sequence.num_completion_tokens)
+        self._client.count(self.model, reason)
+        self.touched[sequence] = None
 
     def fail(self, error: ApiError) -> None:
         """Raise this error from `whole` or `stream`, which abort the other sequences."""

@@ -66,6 +66,7 @@ class Conditions:
                 raise invalid(self._param, message)
             submit.max_tokens = body.max_tokens + num_hidden
         if self._ends_record:
+            assert model.record_end is not None
             submit.stop = (*submit.stop, (model.record_end,))
         if body.min_tokens and body.min_tokens + self._ends_record > compiled.min_length:
             if self._ends_record:
