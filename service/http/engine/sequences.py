@@ -120,9 +120,10 @@ def _tried(drawn: Drawn) -> str:
 def too_few(draw: Draw, drawn: Drawn | None) -> ApiError:
     """Return the error of a draw that reached a limit before it had all answers."""
     assert drawn is not None
-    near = f"the longest of the others kept to the condition for {plural(drawn.longest, 'character')}"
+    rest = "the others" if drawn.matches else "them"
+    near = f"the longest of {rest} kept to the condition for {plural(drawn.longest, 'character')}"
     if drawn.nearest:
-        near = f"the nearest of the others lacked {plural(drawn.nearest, 'character')} of a match, {near}"
+        near = f"the nearest of {rest} lacked {plural(drawn.nearest, 'character')} of a match, {near}"
     message = (
         f"{_tried(drawn)} ({plural(drawn.characters, 'character')}), {draw.answers} must: {near}; loosen the "
         "condition, raise max_candidates or max_candidate_characters, or set mask_rest"
