@@ -88,6 +88,8 @@ def command(args: argparse.Namespace) -> None:
     if is_ranked:  # below the bar
         write_rows(rows, COLUMNS, args.format)
     encoder.report()
+    if not tally.num_lines:
+        raise DataError(f"{args.data} has no lines to score")
     if tally.num_refused:
         more = f", the first {MAX_REPORTED} of which are named above" if tally.num_refused > MAX_REPORTED else ""
         raise DataError(f"{plural(tally.num_refused, 'line')} of {tally.num_lines:,} not scored{more}")

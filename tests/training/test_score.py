@@ -249,6 +249,12 @@ def test_a_line_that_is_not_scored_is_reported(checkpoint, lines, capsys, monkey
     assert len(reported) == 20 and last == "error: 30 lines of 31 not scored, the first 20 of which are named above"
 
 
+def test_a_file_without_lines_is_refused(checkpoint, tmp_path, capsys):
+    (tmp_path / "empty.log").touch()
+    assert call(["score", "--checkpoint", checkpoint, "--data", tmp_path / "empty.log"]) == 1
+    assert f"{tmp_path / 'empty.log'} has no lines to score" in capsys.readouterr().err
+
+
 def test_the_strangest_lines_come_first(checkpoint, lines, output_of, capsys, monkeypatch):
     monkeypatch.setattr("training.score.LINES", 3)
     texts = ["The cat", "q", "xQzJ", "", "To be", "The cat", "and so on"]
