@@ -86,6 +86,24 @@ def test_a_record_ends_after_min_tokens_and_within_allowed_characters(choices, a
     assert ask("records", prompt="Al", max_tokens=5)["usage"]["prompt_tokens"] == 2
 
 
+@pytest.mark.parametrize(
+    ("model", "fields", "pattern"),
+    [
+        ("records", {"regex": "[a-e]{3,8}", "min_tokens": 4}, "[a-e]{4,8}"),
+        ("records", {"regex": "[a-e]{3,8}", "allowed_characters": "abcx\n"}, "[abc]{3,8}"),
+        ("blocks", {"regex": "[a-e]{3,8}", "allowed_characters": "abcx\x1e"}, "[abc]{3,8}"),
+    ],
+    ids=str,
+)
+def test_conditions_hold_together(choices, model, fields, pattern):
+    """A pattern's shortest match, with what ends the record, may be as long as min_tokens."""
+    texts = [
+        text for text, _ in choices(model, prompt="Al", logit_bias={"\x1e" if model == "blocks" else "\n": 4}, **fields)
+    ]
+    assert all(re.fullmatch(pattern, text) for text in texts)
+    assert min(map(len, texts)) == int(pattern.split("{")[1][0])
+
+
 NOT_EMPTY = [
     {}, {"max_tokens": 1}, {"bad_words": ["e", "\nB"]}, {"allowed_characters": "abc"}, {"best_of": 30},
     {"allowed_characters": "abc\n", "min_tokens": 5}, {"bad_words": ["ab"], "min_tokens": 5}, {"min_tokens": 2},

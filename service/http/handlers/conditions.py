@@ -5,7 +5,7 @@ A sequence has at most one constraint. It follows from what the request gives, a
 | given | ends a record | constraint | a character that leaves a match |
 |---|---|---|---|
 | regex or choice | no | the pattern | ends the text |
-| regex or choice | yes | the pattern, then the record's end | is masked |
+| regex or choice | yes | the pattern, then the record's end | never comes: the end stops the text |
 | allowed characters or bad words | no | every text without them | is masked |
 | allowed characters, bad words or min_tokens | yes | every such text, then the record's end | is masked |
 
@@ -57,7 +57,7 @@ class Conditions:
         if not (self._is_whole or allowed is not None or body.bad_words or needs_end):
             return
         compiled = await self._compile(allowed)
-        submit.constraint, submit.may_leave = compiled.packed, self._is_whole and not self._ends_record
+        submit.constraint, submit.may_leave = compiled.packed, self._is_whole
         if self._is_whole:
             # The answer usually excludes the record's end.
             num_hidden = int(self._ends_record and not body.include_stop_str_in_output)
