@@ -104,6 +104,20 @@ def test_conditions_hold_together(choices, model, fields, pattern):
     assert min(map(len, texts)) == int(pattern.split("{")[1][0])
 
 
+@pytest.mark.parametrize("prompt", ["", "Al"])
+def test_a_shown_end_counts_in_max_tokens(server, choices, prompt):
+    body = {"prompt": prompt, "include_stop_str_in_output": True, "max_tokens": 3, "logit_bias": {"\n": 4}}
+    for fields, pattern in (
+        ({"regex": "[a-e]{1,9}", "min_tokens": 2}, "[a-e]{2}\n"),
+        ({"choice": ["ab", "abcd", "c"]}, "(ab|c)\n"),
+        ({"regex": "[a-e]*"}, "[a-e]{1,2}\n" if prompt == "" else "[a-e]{0,2}\n"),
+    ):
+        assert all(re.fullmatch(pattern, text) for text, _ in choices("records", **body, **fields)), fields
+    body |= {"model": "records", "regex": "[a-e]{1,9}", "min_tokens": 3}
+    refused = web.post(f"{server.url}/generate", json=body)
+    assert "no match has 3 characters before the end of the record" in refused.json()["error"]["message"]
+
+
 NOT_EMPTY = [
     {}, {"max_tokens": 1}, {"bad_words": ["e", "\nB"]}, {"allowed_characters": "abc"}, {"best_of": 30},
     {"allowed_characters": "abc\n", "min_tokens": 5}, {"bad_words": ["ab"], "min_tokens": 5}, {"min_tokens": 2},

@@ -37,6 +37,8 @@ class Conditions:
         has_end = model.record_end is not None and not body.ignore_eos and body.max_tokens > 0
         self._continues = has_end and self._is_whole and has_suffix  # in the suffix
         self._ends_record = has_end and not self._continues
+        # The answer usually excludes the record's end, which then does not count in max_tokens.
+        self._num_hidden = int(self._is_whole and self._ends_record and not body.include_stop_str_in_output)
         if self._is_whole:
             self._param = "regex" if body.choice is None else "choice"
         else:
@@ -59,12 +61,10 @@ class Conditions:
         compiled = await self._compile(allowed)
         submit.constraint, submit.may_leave = compiled.packed, self._is_whole
         if self._is_whole:
-            # The answer usually excludes the record's end.
-            num_hidden = int(self._ends_record and not body.include_stop_str_in_output)
-            if (shortest := compiled.min_length - num_hidden) > body.max_tokens:
+            if (shortest := compiled.min_length - self._num_hidden) > body.max_tokens:
                 message = f"the shortest match has {plural(shortest, 'character')}, max_tokens is {body.max_tokens}"
                 raise invalid(self._param, message)
-            submit.max_tokens = body.max_tokens + num_hidden
+            submit.max_tokens = body.max_tokens + self._num_hidden
         if self._ends_record:
             assert model.record_end is not None
             submit.stop = (*submit.stop, (model.record_end,))
@@ -127,7 +127,9 @@ class Conditions:
         return await compile(self._client, "bad_words", words, allowed, end)
 
     async def _record_minimum(self, packed: bytes, length: int) -> bytes:
-        """For records of at least `length` characters and what ends them, or of max_tokens."""
+        """For records of at least `length` characters. Without a pattern, max_tokens may end a record early."""
         wanted = f"{plural(length, 'character')} before the end of the record"
-        most = max(self._body.max_tokens + self._is_whole, length + 1)
+        most = self._body.max_tokens + self._num_hidden
+        if not self._is_whole:
+            most = max(most, length + 1)
         return await self._model.patterns.minimum(self._client, self._param, packed, length + 1, most, wanted)
