@@ -71,7 +71,7 @@ def fitted(
 
 
 def with_open(config: TrainConfig, values: dict[str, Any], adaptable: Set[str]) -> TrainConfig:
-    """Change the settings that the user has left open."""
+    """Return the config with these values, except for settings that are not in `adaptable`."""
     return replace(config, **{name: value for name, value in values.items() if name in adaptable})
 
 
@@ -118,7 +118,8 @@ def _batch(
 ) -> TrainConfig:
     """The window that the text needs, and a batch of about `characters`.
 
-    The given batch is kept if nothing else has changed.
+    The given batch is kept if the user set it. It is also kept if it is a multiple of `parts`, and neither the window
+    nor the characters have changed.
     """
     block_size, batch_size = window_for(config, corpus, adaptable), given.batch_size
     is_changed = (block_size, characters) != (given.block_size, given.tokens_per_step) or batch_size % parts

@@ -92,6 +92,9 @@ def test_a_record_ends_after_min_tokens_and_within_allowed_characters(choices, a
         ("records", {"regex": "[a-e]{3,8}", "min_tokens": 4}, "[a-e]{4,8}"),
         ("records", {"regex": "[a-e]{3,8}", "allowed_characters": "abcx\n"}, "[abc]{3,8}"),
         ("blocks", {"regex": "[a-e]{3,8}", "allowed_characters": "abcx\x1e"}, "[abc]{3,8}"),
+        ("blocks", {"regex": "[ab\x1e]{3}", "allowed_characters": "ab\x1e"}, "[ab]{3}"),
+        ("blocks", {"regex": "ab", "max_tokens": 2, "min_tokens": 2}, "[ab]{2}"),
+        ("records", {"regex": "a?", "max_tokens": 0}, "[a]{0}"),
     ],
     ids=str,
 )

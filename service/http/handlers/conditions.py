@@ -9,7 +9,8 @@ A sequence has at most one constraint. It follows from what the request gives, a
 | allowed characters or bad words | no | every text without them | is masked |
 | allowed characters, bad words or min_tokens | yes | every such text, then the record's end | is masked |
 
-Before a suffix, a regex or choice does not end the record: the suffix continues it.
+Allowed characters and bad words limit a pattern too. Before a suffix, a regex or choice does not end the record: the
+suffix continues it. `begin_records` may add a constraint of the first character.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Conditions:
                 submit.minimum = minimum
 
     def _allowed(self) -> frozenset[str] | None:
-        """Return the characters of the texts, with the record's end if it ends them. None: all."""
+        """Return the characters that the texts may have, or None for all. The record's end comes on top of them."""
         body, model, allowed = self._body, self._model, None
         if body.allowed_characters is not None:
             unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in model.tokenizer]
@@ -111,7 +112,7 @@ class Conditions:
         return allowed
 
     async def _stop_pattern(self, regex: str) -> bytes:
-        within = self._model.checkpoint.text_characters if self._ends_record or self._continues else None
+        within = self._model.checkpoint.text_characters if self._ends_record else None
         compiled = await self._model.patterns.compile(self._client, "stop_regex", regex, within)
         if compiled.matches_empty:
             raise invalid("stop_regex", "must not match the empty text")

@@ -107,7 +107,7 @@ async def _answer(
 
 
 def _truncated(service: Service, body: GenerationRequest) -> list[Prompt]:
-    """Return the prompts, each without the beginning that truncate_prompt_tokens cuts off."""
+    """Cut the prompts in the body to truncate_prompt_tokens, and return them."""
     given = body.prompts
     if (longest := body.truncate_prompt_tokens) is not None:
         is_list = given is body.prompt
