@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from litserve import Callback, LitServer, Logger
-from litserve.callbacks.base import EventTypes
+from litserve import LitServer
 from litserve.loops.loops import inference_worker
 
 from service.catalog import Catalog
@@ -73,7 +72,7 @@ class HttpServer(uvicorn.Server):
 class Server(LitServer):
     """LitServe with its own routes, transport, supervision and shutdown. LitServe places the workers."""
 
-    def __init__(self, settings: Settings, catalog: Catalog, **lit_options: Any):
+    def __init__(self, settings: Settings, catalog: Catalog, middlewares: list[Any] | None = None):
         self.settings, self.catalog = settings, catalog
         self._table = SharedTable(settings.http_processes)  # clients and connections
         self.connections = ConnectionLimits(settings, self._table, lambda: self.service.metrics)
@@ -92,7 +91,7 @@ class Server(LitServer):
             timeout=False,
             restart_workers=True,
             disable_openapi_url=True,  # /docs and /openapi.json are ours
-            **lit_options,
+            middlewares=middlewares,
         )
         # LitServe's lists of one: [["cuda:0"], ["cuda:1"]]
         configured = self._inference_workers_config_for_api(api.api_path)
@@ -124,12 +123,6 @@ class Server(LitServer):
         self.http = App(self.service)
         if self.middlewares:
             self.http.middlewares = Middlewares(self.http, self.middlewares)
-        if lit_options.get("callbacks"):
-            trigger = self._callback_runner.trigger_event
-            self.http.hooks = (
-                lambda: trigger(EventTypes.ON_REQUEST.value, active_requests=self.state.num_busy, litserver=self),
-                lambda: trigger(EventTypes.ON_RESPONSE.value, litserver=self),
-            )
         self.http.add_files()
 
     def run(self, host: str | None = None, port: int | str | None = None, **others: Any) -> None:
@@ -189,10 +182,6 @@ class Server(LitServer):
         ] = {}  # LitServe needs it; the first heartbeat shows that a worker is ready
         self.litapi_request_queues = {self.api.api_path: None}
         self._transport = self.catalog.folder  # the folder of sockets, which each worker gets instead of queues
-        if self._logger_connector._loggers:  # LitServe starts a process that reads their values from a queue
-            self.logger_queue = multiprocessing.get_context("spawn").Queue()
-        self._logger_connector.run(self)
-        of_loggers = multiprocessing.active_children()  # processes of loggers, which cannot be replaced
         for id, name in enumerate(state.worker_names):
             watch(name, functools.partial(self._launch, id), functools.partial(forget_process, name), START_SECONDS)
         self._await_worker()
@@ -214,9 +203,6 @@ class Server(LitServer):
                 if not is_announced and all(state.answering[name] for name in state.http_names):
                     is_announced = True
                     logger.info("ready: %s", url_of(self.settings))
-                for process in of_loggers:
-                    if not process.is_alive():
-                        raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
                 # Short enough for Python to run signal handlers.
                 time.sleep(POLL_SECONDS if is_announced else START_POLL_SECONDS)
         finally:
@@ -224,11 +210,6 @@ class Server(LitServer):
             self._stop()
             if self._reading.is_alive():
                 self._reading.join(5)  # it may still write to the folder that is removed next
-            if of_loggers:
-                self.logger_queue.cancel_join_thread()
-                self.logger_queue.put(Last())
-            for process in of_loggers:
-                process.join(5)
             logger.info("all processes have ended")
 
     # -- starting --
@@ -346,7 +327,6 @@ class Server(LitServer):
             sys.setswitchinterval(SWITCH_SECONDS)
             await send({"type": "lifespan.startup.complete"})
             await receive()  # lifespan.shutdown
-        self._callback_runner.trigger_event(EventTypes.ON_SERVER_END.value, litserver=self)
         await send({"type": "lifespan.shutdown.complete"})
 
     def _http_process_died(self, id: int) -> None:
@@ -427,13 +407,6 @@ def ensure_directory() -> None:
         os.chdir("/")
 
 
-class Last:
-    """Ends the process that reads it from a queue, after all earlier items of the queue."""
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return sys.exit, ()
-
-
 def end_all(processes: list[BaseProcess], seconds: float) -> None:
     """Send SIGTERM to all at once, and SIGKILL to processes that do not end. LitServe would end them one by one."""
     for process in processes:
@@ -501,17 +474,8 @@ def url_of(settings: Settings) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}{settings.root_path}"
 
 
-def build_server(
-    settings: Settings,
-    *,
-    callbacks: list[Callback] | Callback | None = None,
-    loggers: list[Logger] | Logger | None = None,
-    middlewares: list[Any] | None = None,
-) -> Server:
-    """Build the server for the settings' checkpoints. The options are LitServer's, and cost nothing if absent.
-
-    Callbacks fire for setup in each worker, for the server's end in each HTTP process, and for requests and responses
-    of routes that run the model. Their arguments are LitServe's. Middlewares see every request before the handlers.
+def build_server(settings: Settings, *, middlewares: list[Any] | None = None) -> Server:
+    """Build the server for the settings' checkpoints. Middlewares, as LitServer takes them, run before the handlers.
 
     Raises CheckpointError: a folder is not a valid checkpoint, or these settings cannot serve it; BackendError: the
     backend, dtype or devices cannot run here, no slot fits, or the disk is full; OpenFilesError: this process may not
@@ -527,4 +491,4 @@ def build_server(
     folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
     catalog = Catalog(settings.places, settings.model_name, folder, replacement)
     catalog.open()
-    return Server(settings, catalog, callbacks=callbacks, loggers=loggers, middlewares=middlewares)
+    return Server(settings, catalog, middlewares)

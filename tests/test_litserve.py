@@ -21,36 +21,33 @@ from tests.toolbox.launch import ROOT, Program, free_port
 
 
 def test_every_private_name_exists():
-    """The undocumented parts of LitServer that server.py uses, or overrides: at most ten."""
+    """The undocumented parts of LitServer that server.py uses, or overrides: at most five."""
     stock = litserve.LitServer(SimpleLitAPI(), accelerator="cpu", timeout=False)
     tree = ast.parse(inspect.getsource(service.server))
     (server,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Server")
     own = {node.name for node in server.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     attributes = [node for node in ast.walk(server) if isinstance(node, ast.Attribute)]
     own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
-    used = {node.attr for node in attributes if node.attr.startswith("_")} - own - {"__init__", "_loggers"}
+    used = {node.attr for node in attributes if node.attr.startswith("_")} - own - {"__init__"}
     used |= {name for name in own if hasattr(stock, name)} - {"__init__", "spec"}
     source = inspect.getsource(litserve.LitServer)
-    assert 5 < len(used) <= 10
+    assert 0 < len(used) <= 5
     assert not [name for name in used if not hasattr(stock, name) and f"self.{name} = " not in source]
 
 
-def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
+def test_middlewares_work_as_documented(tmp_path):
     document = (ROOT / "service" / "INTERNALS.md").read_text(encoding="utf-8")
     program = document.partition("```python\n")[2].partition("```\n")[0]
-    slow = "__import__('time').sleep(1)  # what was logged is dealt with before the end\n        print(key"
-    program = program.replace("Settings(", "Settings(body_timeout_seconds=0.5, max_body_bytes=1 << 20, ").replace(
-        "print(key", slow
-    )
+    program = program.replace("Settings(", "Settings(body_timeout_seconds=0.5, max_body_bytes=1 << 20, ")
     failing = "assert scope['path'] != '/fails'\n        await self.app"
-    (tmp_path / "hooked.py").write_text(program.replace("await self.app", failing))
+    (tmp_path / "stamped.py").write_text(program.replace("await self.app", failing))
     save_random(tmp_path / "checkpoint")
-    command = [sys.executable, tmp_path / "hooked.py", tmp_path / "checkpoint", port := free_port()]
+    command = [sys.executable, tmp_path / "stamped.py", tmp_path / "checkpoint", port := free_port()]
     with Program(command, port, "/readyz") as server:
         server.wait_until_ready()
         response = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2})
         assert (response.status_code, response.headers["x-stamp"]) == (200, "here")
-        assert web.get(f"{server.url}/info").headers["x-stamp"] == "here"  # no inference, so no hook fires
+        assert web.get(f"{server.url}/info").headers["x-stamp"] == "here"
         assert web.get(f"{server.url}/fails").json()["error"]["message"] == "internal error"
         with sent(port, post("/generate", b"{", Content_Length=9)) as connection, answer(connection) as response:
             assert (response.status, json.load(response)["error"]["code"]) == (408, "body_timeout")
@@ -63,11 +60,6 @@ def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
         assert http.memory_info().rss - before < 16 << 20, "what comes after a refusal is kept"
         server.process.terminate()
         assert server.process.wait(60) == 0, server.output()
-        printed = [line for line in server.output().splitlines() if not line.startswith("{")]
-    [slots] = [line for line in printed if line.startswith("slots ")]
-    assert int(slots.removeprefix("slots ")) > 0
-    assert sorted({*printed} - {slots}) == ["before setup", "end", "request", "response", "start"]
-    assert len(printed) == 6
 
 
 def test_build_server_requires_a_metrics_folder(monkeypatch):

@@ -76,8 +76,6 @@ SMALL_BODY_BYTES = 1 << 14  # a smaller body that arrives at once is not reserve
 SAFE = frozenset((string.ascii_letters + string.digits + "-_.:").encode())  # in a request id
 MAX_ID_BYTES = 128
 
-Hook = Callable[[], None]
-
 logger = logging.getLogger(__name__)
 
 
@@ -96,8 +94,7 @@ class App:
 
     def __init__(self, service: Service):
         self.service, self.settings = service, service.settings
-        self.load_certificate: Hook = lambda: None  # from the server
-        self.hooks: tuple[Hook, Hook] | None = None  # called before and after each request that runs the model
+        self.load_certificate: Callable[[], None] = lambda: None  # from the server
         self.access_log: AccessLog | None = None  # in an HTTP process
         self.middlewares: Middlewares | None = None  # between the body and the handler
         self.tasks: set[Any] = set()  # running handlers: uvicorn waits for them, then cancels them
@@ -298,9 +295,6 @@ class App:
             request.endpoint, request.parameter = self.find(request.path)
         try:
             operation = operation_of(request)
-            if self.hooks is not None and operation.runs_model:
-                self.hooks[0]()
-                request.after = self.hooks[1]
             answering = operation.handler(self.service, request)
         except Exception as error:
             self._failed(request, error)
@@ -373,8 +367,6 @@ class App:
             log.add(level, request.method, route, request.status, client, round(seconds, 6), request.id, *others)
         if service.tracer is not None:
             service.tracer.request(request, ended_at)
-        if request.after is not None:
-            request.after()
 
 
 def operation_of(request: Request) -> Operation:

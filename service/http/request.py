@@ -80,7 +80,7 @@ class Request:
         "owner", "responder", "id", "method", "path", "query", "headers", "fields", "peer", "endpoint", "parameter",
         "started_at", "arrived_at", "deadline", "content", "num_body_bytes", "keeps_body", "is_complete", "is_running",
         "is_ended", "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "num_answering",
-        "future", "client_left", "is_gone", "status", "after", "is_old", "closes", "keep_alive", "written_at",
+        "future", "client_left", "is_gone", "status", "is_old", "closes", "keep_alive", "written_at",
     )  # fmt: skip
 
     def __init__(self, method: str, path: str, query: bytes, headers: Headers, peer: str, started_at: float):
@@ -101,7 +101,6 @@ class Request:
         self.is_complete = False  # the body has arrived
         self.is_running = False  # its handler was called
         self.is_ended = False
-        self.after: Callable[[], None] | None = None  # called when it ends
         self.lease: Lease  # the resources that it holds
         # Set while it runs.
         self.timeout_seconds: float | None = None  # its own time limit
