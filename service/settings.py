@@ -246,7 +246,6 @@ class Settings(BaseSettings):
     hang_seconds: Seconds = Field(10, ge=1, description="time without a heartbeat after which a process is replaced")
     max_restarts: Natural = Field(10, description="maximum failed starts of processes within --restart-window-seconds")
     restart_window_seconds: Seconds = Field(300, description="period over which failed starts are counted")
-    metrics_vllm_names: bool = Field(False, description="also expose metrics under vLLM's names")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
     log_format: LogFormat = Field("auto", description="log line format; auto: text on a terminal, json otherwise")
     otlp_traces_endpoint: str | None = Field(

@@ -89,9 +89,7 @@ def described(panel: Panel, title: str, description: str) -> Panel:
     return panel.title(title).description(description).datasource(DATASOURCE)
 
 
-def lines(
-    title: str, description: str, unit: str, expressions: dict[str, str], *, exemplars: bool = False
-) -> timeseries.Panel:
+def lines(title: str, description: str, unit: str, expressions: dict[str, str]) -> timeseries.Panel:
     """A time series panel; `expressions` maps legends to queries."""
     panel = (
         described(timeseries.Panel(), title, description)
@@ -103,7 +101,7 @@ def lines(
         .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
     )
     for name, (legend, expression) in zip("ABCDEFGH", expressions.items(), strict=False):
-        panel.with_target(query(expression, legend).ref_id(name).exemplar(exemplars))
+        panel.with_target(query(expression, legend).ref_id(name))
     return panel
 
 
@@ -123,7 +121,7 @@ def heat(title: str, description: str, unit: str, histogram: str) -> heatmap.Pan
         .rows_frame(heatmap.RowsHeatmapOptions().layout(HeatmapCellLayout.LE))
         .y_axis(heatmap.YAxisConfig().unit(unit))
         .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Spectral").steps(64).reverse(False))
-        .with_target(target.exemplar(True))
+        .with_target(target)
     )
 
 
@@ -223,7 +221,7 @@ def overview() -> Dashboard:
     )  # fmt: skip
     page.show(
         lines("Time to first character", "From request arrival to the first character written", SECONDS,
-              quantiles(FIRST), exemplars=True),
+              quantiles(FIRST)),
         lines("Characters", "Characters generated, and prompt characters processed", CHARACTERS_PER_SECOND,
               {"generated": rate("chargpt_generation_tokens_total"), "prompts": rate("chargpt_prompt_tokens_total")}),
         lines("Running", "Sequences running, by instance", COUNT,
@@ -295,11 +293,11 @@ def internals() -> Dashboard:
         heat("Time to first character", "From request arrival to the first character written", SECONDS, FIRST),
         heat("Inter-character latency", "Time between consecutive characters of a sequence", SECONDS, BETWEEN),
         lines("Inter-character latency, quantiles", "Time between consecutive characters of a sequence", SECONDS,
-              quantiles(BETWEEN), exemplars=True),
+              quantiles(BETWEEN)),
     )  # fmt: skip
     page.show(
         *(
-            lines(title, description, SECONDS, quantiles(f"chargpt_{stem}_seconds"), exemplars=True)
+            lines(title, description, SECONDS, quantiles(f"chargpt_{stem}_seconds"))
             for stem, title, description in (
                 ("request_queue_time", "Queue time", "From request arrival to cache slot assignment"),
                 ("request_prefill_time", "Prefill time", "From cache slot assignment to the end of prefill"),

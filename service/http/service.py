@@ -68,8 +68,7 @@ class Service:
             settings.model_name,
             lambda: {name: model.checkpoint for name, model in self.models.items()},
             lambda: self.listing.rows,
-            engine={"backend": backend, "dtype": dtype}, vllm_names=settings.metrics_vllm_names,
-            state=state, hang_seconds=settings.hang_seconds,
+            engine={"backend": backend, "dtype": dtype}, state=state, hang_seconds=settings.hang_seconds,
         )  # fmt: skip
 
     @property

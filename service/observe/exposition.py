@@ -1,7 +1,7 @@
 """The page of /metrics: sums over all processes, and metrics that are computed when scraped.
 
-The computed metrics are the memory and CPU time of each process, the checkpoint and versions, and ratios of sums. An
-option repeats series under vLLM's names. This module records no observations.
+The computed metrics are the memory and CPU time of each process, the checkpoint and versions, and ratios of sums. This
+module records no observations.
 """
 
 from __future__ import annotations
@@ -9,38 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import psutil
 from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Exemplar as SampleExemplar
-from prometheus_client.samples import Sample
 
 from service import release
 from service.model.checkpoint import Checkpoint
 from service.observe import metrics
 from service.shared import REASONS, SharedState
-
-# Names of vLLM 0.33. The last two are from prometheus-fastapi-instrumentator, which vLLM uses.
-VLLM_NAMES = {f"chargpt_{stem}": f"vllm:{stem}" for stem in (
-    "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
-    "request_decode_time_seconds", "request_inference_time_seconds", "num_requests_running", "num_requests_waiting",
-    "kv_cache_usage_perc", "prompt_tokens", "generation_tokens", "request_prompt_tokens", "request_generation_tokens",
-    "request_success", "iteration_tokens_total", "num_preemptions", "admission_rejections",
-)} | {f"chargpt_{name}": name for name in ("http_requests", "http_request_duration_seconds")}  # fmt: skip
 
 Kind = TypeVar("Kind", GaugeMetricFamily, CounterMetricFamily)
 
@@ -53,7 +39,6 @@ class Exposition(Collector):
     served: Callable[[], Mapping[str, Checkpoint]]  # by name
     rows: Callable[[], Mapping[str, int]]  # row in shared memory of every name that was ever listed
     engine: dict[str, str]  # labels of its info
-    vllm_names: bool
     state: SharedState
     hang_seconds: float
     certificate_expires_at: float | None = None  # Unix time, for the certificate in use; None: no TLS
@@ -63,7 +48,7 @@ class Exposition(Collector):
     _rests_until: float = 0.0
 
     async def page(self, accept: str) -> tuple[bytes, str]:
-        """Return the page and its content type: OpenMetrics 1.0 with exemplars if `accept` names it, else text 0.0.4.
+        """Return the page and its content type: OpenMetrics 1.0 if `accept` names it, else text 0.0.4.
 
         All scrapers that ask before a page begins share it. Pages are rendered one after the other. If two overlapped,
         the later answer could have the lower counters.
@@ -76,7 +61,7 @@ class Exposition(Collector):
 
     async def _render(self, is_open: bool) -> bytes:
         """Render in a thread, then rest for as long as that took, so scrapers get at most half of a CPU."""
-        generate = _open_metrics if is_open else exposition.generate_latest
+        generate = (openmetrics if is_open else exposition).generate_latest
         async with self._turn:
             await asyncio.sleep(max(0.0, self._rests_until - time.monotonic()))
             del self._next[is_open]
@@ -94,10 +79,7 @@ class Exposition(Collector):
         usage = _gauge("kv_cache_usage_perc", "Share of cache slots in use, 0 to 1", shares)
         for family in (usage, *self._processes(), *self._identity(), *self._sequences()):
             families[family.name] = family
-        _add_exemplars(families, metrics.current_folder())
         yield from families.values()
-        if self.vllm_names:
-            yield from (_renamed(families[ours], theirs) for ours, theirs in VLLM_NAMES.items() if ours in families)
 
     def _processes(self) -> Iterator[Metric]:
         service, state, seen = self.service_name, self.state, []
@@ -166,11 +148,6 @@ class Exposition(Collector):
         )  # fmt: skip
 
 
-def _open_metrics(collector: Collector) -> bytes:
-    # prometheus-client 0.26 escapes the colon in sample names by default.
-    return openmetrics.generate_latest(collector, openmetrics.ALLOWUTF8)
-
-
 def _family(kind: type[Kind], stem: str, help: str, rows: Iterable[tuple[Any, ...]], *labels: str) -> Kind:
     """Build a family. Each row has a model_name, values of the other labels, and the value of the series."""
     family = kind(f"chargpt_{stem}", help, labels=[*metrics.LABELS, *labels])
@@ -181,42 +158,3 @@ def _family(kind: type[Kind], stem: str, help: str, rows: Iterable[tuple[Any, ..
 
 _gauge = functools.partial(_family, GaugeMetricFamily)
 _counter = functools.partial(_family, CounterMetricFamily)
-
-Bucket = tuple[str, float]  # model_name, upper bound
-
-
-def _add_exemplars(families: dict[str, Metric], folder: Path) -> None:
-    """Add the latest exemplar of all processes to each bucket."""
-    latest: dict[str, dict[Bucket, metrics.Exemplar]] = {}
-    for path in folder.glob(metrics.EXEMPLARS.format("*")):
-        for name, model_name, bound, *values in msgspec.json.decode(path.read_bytes()):
-            known, exemplar = latest.setdefault(name, {}), metrics.Exemplar(*values)
-            bucket = (model_name, math.inf if bound is None else bound)  # JSON has no infinity
-            if bucket not in known or exemplar.timestamp > known[bucket].timestamp:
-                known[bucket] = exemplar
-    for name, buckets in latest.items():
-        samples = families[name].samples
-        for i, sample in enumerate(samples):
-            found = buckets.get((sample.labels["model_name"], float(sample.labels.get("le", "nan"))))
-            if sample.name.endswith("_bucket") and found is not None:
-                value = SampleExemplar({"request_id": found.request_id}, found.value, found.timestamp)
-                samples[i] = sample._replace(exemplar=value)
-
-
-def _renamed(family: Metric, name: str) -> Metric:
-    """Return a copy under vLLM's name, labelled engine 0, because its values are sums over all engines."""
-    renamed = Metric(name, family.documentation, family.type)
-    totals: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
-    for sample in family.samples:
-        labels = dict(sample.labels)
-        if name.startswith("vllm:"):
-            labels["engine"] = "0"
-        else:
-            del labels["model_name"]
-            if "status" in labels:
-                labels["status"] = labels["status"][0] + "xx"
-        sample = Sample(name + sample.name.removeprefix(family.name), labels, *sample[2:])
-        key = (sample.name, frozenset(labels.items()))  # several statuses have the same key
-        totals[key] = sample._replace(value=sample.value + (totals[key].value if key in totals else 0.0))
-    renamed.samples = list(totals.values())
-    return renamed

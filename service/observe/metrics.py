@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
-import time
 from bisect import bisect_left
 from collections import Counter as Occurrences
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
-import msgspec
 import prometheus_client
 from prometheus_client import CollectorRegistry, values
 
@@ -37,26 +34,11 @@ RATIOS = tuple(i / 10 for i in range(1, 11))
 FILES = {"counter": 1 << 19, "histogram": 1 << 21, "gauge_livesum": 1 << 14}
 MODEL_FILES = {"counter": 1 << 13, "histogram": 3 << 16, "gauge_livesum": 1 << 12}
 SPARE_MODELS = 8  # models that may be added while the service runs
-MAX_EXEMPLAR_CHARACTERS = 128 - len("request_id")  # OpenMetrics 1.0 limits all label names and values together
-EXEMPLARS = "exemplars_{}.json"  # a process's file in the same folder
-
-logger = logging.getLogger(__name__)
-
-EXEMPLAR_SECONDS = 1.0  # between two writes of the exemplars' file
-EXEMPLAR_PAUSE_SECONDS = 600.0
 
 LABELS = ["model_name"]
 METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))
 REJECTIONS = ("queue_full", "rate_limit", "overloaded", "shutting_down", "not_ready")
 REJECTED_CONNECTIONS = ("limit", "address_limit", "header_timeout", "headers_too_large", "malformed")
-
-
-class Exemplar(NamedTuple):
-    """The latest observation in a histogram's bucket."""
-
-    request_id: str
-    value: float
-    timestamp: float  # Unix time
 
 
 # Each class buffers observations until its flush, because a write to the shared file costs ten times as much.
@@ -67,29 +49,23 @@ class Histogram:
     OPTIONS: ClassVar[dict[str, Any]] = {"buckets": SECONDS}
 
     def __init__(self, child: prometheus_client.Histogram):
-        self.name: str = child._name
-        self.model_name: str = child._labelvalues[0]
         self._child = child
         self._bounds: list[float] = child._upper_bounds
-        self._observed: list[tuple[float, int, str | None]] = []
-        self.exemplars: dict[float, Exemplar] = {}  # by upper bound of the bucket
+        self._observed: list[tuple[float, int]] = []
 
-    def observe(self, amount: float, count: int = 1, request_id: str | None = None) -> None:
-        """Record `count` observations of the same amount. A short `request_id` becomes the bucket's exemplar."""
-        self._observed.append((amount, count, request_id))
+    def observe(self, amount: float, count: int = 1) -> None:
+        """Record `count` observations of the same amount."""
+        self._observed.append((amount, count))
 
     def flush(self) -> None:
         if self._observed:
-            amounts, counts, request_ids = zip(*self._observed, strict=True)
+            amounts, counts = zip(*self._observed, strict=True)
             self._observed.clear()
-            self.observe_all(amounts, request_ids, counts)
+            self.observe_all(amounts, counts)
 
-    def observe_all(
-        self, amounts: Sequence[float], request_ids: Sequence[str | None], counts: Sequence[int] | None = None
-    ) -> None:
-        """Record many observations, each `counts` times or once. Each has a request id or None."""
-        bounds = self._bounds
-        buckets = list(map(bisect_left, repeat(bounds), amounts))
+    def observe_all(self, amounts: Sequence[float], counts: Sequence[int] | None = None) -> None:
+        """Record many observations, each `counts` times or once."""
+        buckets = list(map(bisect_left, repeat(self._bounds), amounts))
         total, increases = sum(amounts), Occurrences(buckets)
         if counts is not None:
             for bucket, amount, count in zip(buckets, amounts, counts, strict=True):
@@ -98,30 +74,22 @@ class Histogram:
         self._child._sum.inc(total)
         for bucket, count in increases.items():
             self._child._buckets[bucket].inc(count)
-        now, left = time.time(), set(increases)  # buckets that still need their latest observation
-        for bucket, request_id, amount in zip(reversed(buckets), reversed(request_ids), reversed(amounts), strict=True):
-            if bucket in left:
-                left.remove(bucket)
-                if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
-                    self.exemplars[bounds[bucket]] = Exemplar(request_id, amount, now)
-                if not left:
-                    break
 
 
 class Records:
-    """Groups of observations with one for each histogram. `add` takes (request id, amount, …)."""
+    """Groups of observations with one for each histogram. `add` takes a tuple of amounts."""
 
     def __init__(self, *histograms: Histogram):
         self._histograms = histograms
-        self._records: list[tuple[Any, ...]] = []
+        self._records: list[tuple[float, ...]] = []
         self.add = self._records.append
 
     def flush(self) -> None:
         if self._records:
-            ids, *columns = zip(*self._records, strict=True)
+            columns = list(zip(*self._records, strict=True))
             self._records.clear()
             for histogram, amounts in zip(self._histograms, columns, strict=True):
-                histogram.observe_all(amounts, ids)
+                histogram.observe_all(amounts)
 
 
 class Counter:
@@ -261,10 +229,10 @@ class ModelMetrics(_Series):
 
     def prompt_ran(self, length: int) -> None:
         self.prompt_tokens.inc(length)
-        self._prompts.add((None, length))
+        self._prompts.add((length,))
 
     def sequence_ended(self, length: int) -> None:
-        self._completions.add((None, length))
+        self._completions.add((length,))
 
 
 Buffered = TypeVar("Buffered", Histogram, Counter, Gauge, Records)
@@ -288,13 +256,12 @@ class Metrics(_Series):
     engine_idle_seconds: Annotated[Counter, "Time without work in the engine, in seconds"]
 
     def __init__(self, service_name: str, registry: CollectorRegistry, process: str):
-        self._registry, self._process = registry, process
+        self._registry = registry
         # Files are named after the process, so a replacement continues the counts of a dead process.
         if values.ValueClass is not values.MutexValue:  # MutexValue keeps values in this process, for tests
             values.ValueClass = values.MultiProcessValue(lambda: process)
         self._families: dict[str, Any] = {}
         self._buffered: list[Histogram | Counter | Gauge | Records] = []
-        self._exemplars_at = 0.0
         self._models: dict[str, ModelMetrics] = {}
         super().__init__(self, service_name)
         requests = "HTTP requests completed, by route, method and status; 499 if the client disconnected"
@@ -330,33 +297,16 @@ class Metrics(_Series):
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
         count, durations = self._series_of(handler, method if method in METHODS else "other", status)
         count(1)  # at once, so that it is not lost if this process is killed
-        durations.add((None, seconds))
+        durations.add((seconds,))
 
     def _series_of_route(self, handler: str, method: str, status: int) -> tuple[Callable[[float], None], Records]:
         requests = self._http_requests.labels(self._model_name, handler, method, str(status))
         return requests._value.inc, self._durations_of(handler, method)
 
     def flush(self) -> None:
-        """Write buffered observations to the shared files, and exemplars to their own file now and then."""
+        """Write buffered observations to the shared files."""
         for metric in self._buffered:
             metric.flush()
-        if (now := time.monotonic()) >= self._exemplars_at:
-            self._exemplars_at = now + EXEMPLAR_SECONDS
-            exemplars = [
-                (metric.name, metric.model_name, bound, *exemplar)
-                for metric in self._buffered
-                if isinstance(metric, Histogram)
-                for bound, exemplar in metric.exemplars.items()
-            ]
-            if not exemplars:
-                return
-            path = current_folder() / EXEMPLARS.format(self._process)
-            try:
-                path.with_suffix(".new").write_bytes(msgspec.json.encode(exemplars))
-                path.with_suffix(".new").replace(path)
-            except OSError as error:  # a full disk; the space of values is reserved
-                self._exemplars_at = now + EXEMPLAR_PAUSE_SECONDS
-                logger.error("%s: exemplars cannot be written: %s", path, error.strerror)
 
 
 def current_folder() -> Path:

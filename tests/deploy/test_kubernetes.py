@@ -18,7 +18,6 @@ VARIANTS = {  # what the comments of the overlays offer, as an edit of their tex
     "checkpoint-volume": (IMAGE_VOLUME, IMAGE_VOLUME.removeprefix("# ")),
     "checkpoint-init": (IMAGE_VOLUME, "- ../../components/checkpoint-init "),
     "gateway": (GATEWAY, GATEWAY.removeprefix("# ")),
-    "inferencepool": (GATEWAY, "- ../../components/inferencepool "),
     "ingress": (GATEWAY, "- ../../components/ingress "),
 }
 
@@ -73,7 +72,7 @@ def test_resources_are_valid_by_the_schemas_of_two_versions_and_of_the_operators
         if kind in custom:
             model = getattr(custom[kind], kind).model_validate(resource)
             assert model.model_dump(mode="json", by_alias=True, exclude_unset=True) == resource
-        elif kind not in ("HTTPRoute", "InferencePool"):  # no package has their schemas
+        elif kind != "HTTPRoute":  # no package has its schema
             for version in versions:
                 validate(resource, version, strict=True)
 
@@ -118,15 +117,11 @@ def test_prometheus_and_the_ways_in_reach_the_pods_and_wait_longer_than_a_reques
         assert values["proxy-buffering"] == "off" and float(values["proxy-read-timeout"]) > wait
         assert values["proxy-body-size"] == f"{Settings.model_fields['max_body_bytes'].default >> 20}m"
         namespaces.add("ingress-nginx")
-    elif k8s.name in ("gateway", "inferencepool"):
+    elif k8s.name == "gateway":
         route = k8s.spec("HTTPRoute")
         [rule], [gateway] = route["rules"], route["parentRefs"]
         assert all(float(each.rstrip("s")) > wait for each in rule["timeouts"].values())
         namespaces.add(gateway["namespace"])
-    if k8s.name == "inferencepool":
-        pool = k8s.spec("InferencePool")
-        assert pool["selector"]["matchLabels"] == k8s.spec("Service")["selector"]
-        assert pool["targetPorts"] == [{"number": port}] and k8s.settings["metrics_vllm_names"] == "true"
     assert set(peer["namespaceSelector"]["matchExpressions"][0]["values"]) == namespaces
 
 

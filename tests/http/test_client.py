@@ -28,11 +28,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::ResourceWar
 CONFIG = GPTConfig(vocab_size=2, block_size=4, n_layer=2, n_head=1, n_kv_head=1, n_embd=8)
 
 
-@pytest.fixture(autouse=True)
-def metrics_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # for the exemplars
-
-
 class Peer:
     """A worker that the test plays, and the client connected to it."""
 

@@ -334,7 +334,7 @@ class EngineClient:
         text = model.tokenizer.decode_array(np.frombuffer(step.ids, np.uint32))  # of all sequences
         total, end = 0, 0
         # Most sequences have the same time of their last characters and the same number of new ones.
-        gaps: dict[tuple[float, int], tuple[int, str]] = {}  # -> (characters, request id)
+        gaps: dict[tuple[float, int], int] = {}  # -> characters
         for id, count in zip(step.sequences, step.counts, strict=True):
             start, end = end, end + count
             running = self._running.get(id)
@@ -350,16 +350,15 @@ class EngineClient:
                     continue
             total += count
             gap = (now, count - 1) if sequence.last_at is None else (sequence.last_at, count)
-            before = gaps.get(gap)
-            gaps[gap] = (gap[1] if before is None else before[0] + gap[1], sequence.submit.request_id)
+            gaps[gap] = gaps.get(gap, 0) + gap[1]
             generation.add(sequence, text[start:end], now)
             if generation.is_stream and generation not in self._sleeping:  # sleeping streams have their time already
                 generation.wake_when_due(now)
         if total:
             model.metrics.generation_tokens.inc(total)
-        for (last_at, count), (characters, request_id) in gaps.items():
+        for (last_at, count), characters in gaps.items():
             if count:  # characters that arrive together share the time since the last ones
-                model.metrics.inter_token_latency.observe((now - last_at) / count, characters, request_id)
+                model.metrics.inter_token_latency.observe((now - last_at) / count, characters)
 
     def count(self, model: Model, what: str, number: int = 1) -> None:
         """Count sequences in shared memory."""

@@ -444,19 +444,19 @@ class Generation:
 
     def _observe(self, sequence: SequenceState, finish_reason: str | None) -> None:
         """Observe the first or the last piece of a sequence, which is about to be written."""
-        metrics, id, now = self._metrics, sequence.submit.request_id, time.monotonic()
+        metrics, now = self._metrics, time.monotonic()
         queue, prefill, decode = sequence.queue_seconds, sequence.prefill_seconds, sequence.decode_seconds
         if sequence.first_token_seconds is None:
             is_first = sequence.num_taken > 0
             if queue is not None and (is_first or finish_reason is not None):
-                metrics.scheduled.add((id, queue, prefill))
+                metrics.scheduled.add((queue, prefill))
             if is_first:
                 sequence.first_token_seconds = now - self._arrived_at
-                metrics.begun.add((id, sequence.first_token_seconds, now - sequence.prefilled_at))
+                metrics.begun.add((sequence.first_token_seconds, now - sequence.prefilled_at))
         if finish_reason is not None and finish_reason not in FAILURES:
-            metrics.ended.add((id, now - self._arrived_at, decode, prefill + decode))
+            metrics.ended.add((now - self._arrived_at, decode, prefill + decode))
             if sequence.num_completion_tokens > 1:
-                metrics.paced.add((id, decode / (sequence.num_completion_tokens - 1)))
+                metrics.paced.add((decode / (sequence.num_completion_tokens - 1),))
 
 
 def timing_of(generations: list[Generation]) -> Timing:
