@@ -3,9 +3,9 @@
 Python's warnings and uncaught exceptions are log records too. A line carries the id of the request being served, or of
 the requests whose sequences it concerns.
 
-The log has no text from clients. Messages come from this package, uvicorn or LitServe, and never hold such text. The
-text of an exception may hold it, so HTTP processes log only its type and traceback. Inference processes see ids, no
-text.
+The log has no text from clients. Only HTTP processes see such text. Messages of this package never hold it. Those of
+libraries may, and so may the texts of exceptions. So HTTP processes log a library's message without its arguments, and
+an exception's type and traceback alone.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ class LineHandler(logging.Handler):
             _write(line)
 
     def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
-        message = record.getMessage()
-        if record.name == "asyncio":  # later lines show tasks with the text of their exceptions
-            message = message.partition("\n")[0]
+        process = process_name()
+        may_quote_clients = process.startswith("http")
+        message = _without_arguments(record) if may_quote_clients and not _is_ours(record) else record.getMessage()
         fields: dict[str, Any] = {
             "timestamp": _timestamp(int(1000 * record.created)),
             "level": record.levelname,
             "logger": record.name,
-            "process": process_name(),
+            "process": process,
             "pid": os.getpid(),
             "message": _encodable(message.rstrip("\n")),
         }
@@ -123,9 +123,21 @@ class LineHandler(logging.Handler):
             fields |= {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids}
         fields |= getattr(record, "fields", {})
         if record.exc_info is not None and record.exc_info[1] is not None:
-            text = _traceback(record.exc_info[1], with_text=not fields["process"].startswith("http"))
+            text = _traceback(record.exc_info[1], with_text=not may_quote_clients)
             fields["exception"] = _encodable(text)
         return fields
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] == "service"
+
+
+def _without_arguments(record: logging.LogRecord) -> str:
+    """Return the constant part of a library's message: its format, or the place and category of a warning."""
+    if not isinstance(record.msg, str):  # an exception, or another object with a text of its own
+        return type(record.msg).__name__
+    line = record.msg.partition("\n")[0]  # asyncio shows tasks with their exceptions on later lines
+    return ":".join(line.split(":")[:3]) if record.name == "py.warnings" else line
 
 
 class AccessLog:

@@ -229,6 +229,27 @@ def test_http_processes_log_tracebacks_without_exception_texts():
     assert "No space left on device" in system["exception"]
 
 
+def test_http_processes_log_messages_of_libraries_without_arguments():
+    code = """
+        import logging, multiprocessing, warnings
+        for name in ("MainProcess", "http-3"):
+            multiprocessing.current_process().name = name
+            for library in ("opentelemetry.x", "litserve.server", "asyncio", "uvicorn.error", "root", "services"):
+                log = logging.getLogger(library)
+                log.warning("invalid %s", "secret")
+                log.error("it failed\\n%s", "secret")
+                log.error(ValueError("secret"))
+                log.error("%d misfits", "secret")
+            warnings.warn_explicit("secret: a secret", UserWarning, "/a/file.py", 7)
+            logging.getLogger("service.x").warning("read again from %s", "a file")
+    """
+    lines = lines_of(python(code))
+    assert sum("secret" in line["message"] for line in lines if line["process"] == "main") == 6 * 3 + 1
+    *libraries, warning, own = (line["message"] for line in lines if line["process"] == "http-3")
+    assert libraries == ["invalid %s", "it failed", "ValueError", "%d misfits"] * 6
+    assert (warning, own) == ("/a/file.py:7: UserWarning", "read again from a file")
+
+
 def test_lines_of_several_processes_stay_whole_in_a_full_pipe():
     code = """
         import logging, multiprocessing

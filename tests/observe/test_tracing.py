@@ -188,6 +188,16 @@ def test_span_continues_the_clients_trace(server, collector):
     assert unsampled.headers["x-request-id"] not in collector.requests()
 
 
+def test_an_invalid_trace_state_is_not_logged(server, collector):
+    """OpenTelemetry's own logger quoted up to 4 KB of it."""
+    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "tracestate": f"{MARKER}?" * 300}
+    response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, **headers)
+    _, span, _ = collector.request(response.headers["x-request-id"])
+    assert (span.trace_id.hex(), span.trace_state) == ("1" * 32, "")
+    wait_until(lambda: '"logger":"opentelemetry.' in server.output(), otherwise=server.output)
+    assert MARKER not in server.output()
+
+
 def test_disconnect_is_a_finish_reason_and_not_an_error(server, collector):
     body = {"prompt": "a", "max_tokens": ENDLESS, "stream": True}
     with web.stream("POST", f"{server.url}/generate", json=body) as response:
