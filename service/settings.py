@@ -18,7 +18,6 @@ import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,6 +35,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from service import installing
+from service.observe.exporter import check_variables
 from service.observe.logs import LogFormat
 
 # Tiny Shakespeare; `make bundled` retrains it.
@@ -315,15 +315,9 @@ class Settings(BaseSettings):
     @field_validator("otlp_traces_endpoint")
     @classmethod
     def _check_traces(cls, endpoint: str | None) -> str | None:
-        if endpoint is None:
-            return None
-        if not re.fullmatch(r"https?://[^/@?#\s]+/[^?#\s]*", endpoint):
+        if endpoint is not None and not re.fullmatch(r"https?://[^/@?#\s]+/[^?#\s]*", endpoint):
             raise ValueError("must be a full URL without user or query, such as http://localhost:4318/v1/traces")
-        module = "opentelemetry.exporter.otlp.proto.http"  # needs the SDK
-        with contextlib.suppress(ModuleNotFoundError):  # the parent package is missing
-            if find_spec(module) is not None:
-                return endpoint
-        raise ValueError(f"needs the extra tracing (module {module} not found): {installing('tracing')}")
+        return endpoint
 
     @field_validator("cors_origins")
     @classmethod
@@ -348,6 +342,20 @@ class Settings(BaseSettings):
                     )
             elif name.startswith("CHARGPT_") and name not in known | NO_SETTINGS:
                 raise ValueError(f"unknown variable {variable}{_did_you_mean(name, known, 'CHARGPT_')}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_opentelemetry(self) -> Settings:
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None or "OTEL_PROPAGATORS" in os.environ:
+            try:
+                check_variables(endpoint)
+            except ModuleNotFoundError as error:
+                if endpoint is not None:
+                    raise ValueError(
+                        "--otlp-traces-endpoint (CHARGPT_OTLP_TRACES_ENDPOINT): needs the extra tracing "
+                        f"(module {error.name} not found): {installing('tracing')}"
+                    ) from None
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 A span is created after its request ends, from timestamps that are recorded anyway, so tracing delays no request. A
 thread exports the spans in batches, and drops spans that the collector does not accept in time. OpenTelemetry's own
 variables configure sampling, batching and headers (OTEL_TRACES_SAMPLER, OTEL_BSP_…, OTEL_EXPORTER_OTLP_HEADERS,
-OTEL_SERVICE_NAME).
+OTEL_SERVICE_NAME). The main process has checked them (service/observe/exporter.py).
 
 Needs the extra `tracing`, and is imported only if an endpoint is set. Spans contain no text of prompts or completions.
 """
@@ -16,14 +16,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from service.http.engine.sequences import timing_of
+from service.observe.exporter import open_provider
 
 if TYPE_CHECKING:
     from service.http.request import Request
@@ -47,13 +44,7 @@ class Tracer:
 
     def __init__(self, endpoint: str, service_name: str, process: str):
         self._service_name = service_name
-        resource = Resource.create({"service.instance.id": f"{process}-{os.getpid()}"})
-        if str(resource.attributes["service.name"]).startswith("unknown_service"):  # not set by a variable
-            resource = resource.merge(Resource({"service.name": "chargpt"}))
-        self._exporter = OTLPSpanExporter(endpoint)
-        # Not the global provider: other libraries would create spans with URL queries.
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._provider, self._exporter = open_provider(endpoint, f"{process}-{os.getpid()}")
         self._tracer = self._provider.get_tracer("chargpt")
         self._propagator = TraceContextTextMapPropagator()
 

@@ -258,6 +258,36 @@ def test_variables_of_opentelemetry_apply_and_pending_spans_are_exported_at_shut
         assert (id, resource["service.name"]) == (response.headers["x-request-id"], "mine")
 
 
+def test_a_variable_that_opentelemetry_cannot_use_ends_the_start_with_one_sentence(monkeypatch):
+    """With some, the HTTP process died again and again; with others, there were 36 lines of traceback."""
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:  # of this file's server
+        monkeypatch.delenv(name)
+    for variables, reason in (
+        ({"OTEL_PROPAGATORS": "b3"}, "Propagator b3 not found. It is either misspelled or not installed."),
+        (
+            {"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "9", "OTEL_BSP_MAX_QUEUE_SIZE": "8"},
+            "max_export_batch_size must be less than or equal to max_queue_size.",
+        ),
+        (
+            {"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-1"},
+            "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT must be a non-negative integer but got -1",
+        ),
+        ({"OTEL_TRACES_SAMPLER": "sometimes"}, "Couldn't recognize sampler sometimes."),  # and used another one
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            given = ", ".join(f"{name}={value}" for name, value in variables.items())
+            problem = refusal("--otlp-traces-endpoint=http://localhost:4318/v1/traces")
+        assert problem.splitlines()[1:] == [f"  OpenTelemetry does not accept {given}: {reason}"]
+    monkeypatch.setenv("OTEL_PROPAGATORS", "b3")
+    assert "OTEL_PROPAGATORS=b3: Propagator b3 not found" in refusal()  # FastAPI reads it without traces too
+    monkeypatch.delenv("OTEL_PROPAGATORS")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"authorization={MARKER},{MARKER}")  # the latter has no name
+    problem = refusal("--otlp-traces-endpoint=http://localhost:4318/v1/traces")
+    assert "does not accept OTEL_EXPORTER_OTLP_HEADERS: Header format invalid!" in problem and MARKER not in problem
+
+
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_missing_or_silent_collector_delays_nothing(checkpoint, monkeypatch, is_silent):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
