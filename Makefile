@@ -109,8 +109,10 @@ test-native-sanitized: $(VENV)/.installed-test ## run the tests of both native l
 	  CHARGPT_NATIVE_LIBRARY='$(abspath $(SANITIZED))' CHARGPT_FUSED_LIBRARY='$(abspath $(SANITIZED_FUSED))' \
   $(BIN)/python -m pytest tests/engine tests/training/test_fused.py -k 'native or sanitized' $(ARGS)
 
-mutants: $(VENV)/.installed-test ## break the sources line by line, and see that a test fails each time; ARGS='--only wire' selects
-	$(BIN)/python -m tests.mutants $(ARGS)
+COUNT ?= 60
+SEED ?= 0
+mutants: $(VENV)/.installed-dev ## make 60 small changes to FILE, one at a time, and show those that no test notices
+	$(BIN)/python -m tests.toolbox.mutants --count $(COUNT) --seed $(SEED) $(if $(TESTS),--tests $(TESTS)) -- $(FILE)
 
 chaos: $(VENV)/.installed-test ## kill, hang, flood and starve real servers, under 30 minutes: tests/chaos/RESULTS.md
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -2,9 +2,31 @@
 
 from array import array
 
+import msgspec
 import pytest
 
-from service.wire import Answer, Delta, Logprobs, Step
+from service.model.params import SamplingParams
+from service.wire import Answer, Delta, Logprobs, Step, Submit, consumer_of, sequence_id, share
+
+
+def test_the_id_of_a_sequence_is_unique_and_names_its_process():
+    ids = {sequence_id(consumer, number): consumer for consumer in (0, 1, 5) for number in (0, 1, 6, 2**40)}
+    assert len(ids) == 12
+    assert all(consumer_of(id) == consumer for id, consumer in ids.items())
+
+
+def test_only_equal_parts_of_two_sequences_are_shared():
+    def arrived(number):
+        sampling = SamplingParams(logit_bias=((3, float(number)),))
+        sent = Submit(1, [1], 1, sampling, stop=((1, 2),), constraint=b"automaton", minimum=bytes([number]), seen=[7])
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Submit)
+
+    first, equal, other = arrived(1), arrived(1), arrived(2)
+    for request in (equal, other):
+        share(request, first)
+        assert request.stop is first.stop and request.constraint is first.constraint and request.seen is first.seen
+    assert equal == arrived(1) and other == arrived(2)
+    assert equal.minimum is first.minimum and equal.sampling.logit_bias is first.sampling.logit_bias
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
-from service.model.sampling import Draws, uniforms
+from service.model.sampling import Draws, Sampler, uniforms
 from tests.sampler import History, distribution, draw, sample
 
 
@@ -68,6 +68,19 @@ def test_draws_equal_those_of_an_independent_sampler(seed):
         last = torch.full((B,), 1 - 2**-53, dtype=torch.float64)  # here the order of summation matters
         ids = sample(torch.from_numpy(logits), params, last, histories, mask).tolist()
         assert all(p[id] > 0 for p, id in zip(expected, ids, strict=True))
+
+
+def test_a_slot_keeps_nothing_of_its_last_sequence():
+    rng, V = np.random.default_rng(0), 6
+    sampler, logits = Sampler(1, V), rng.normal(size=V)
+    for params in (SamplingParams(), *(random_params(rng, V) for _ in range(100))):
+        prompt, u = rng.integers(V, size=2).tolist(), rng.random()
+        sampler.start(0, params, prompt)
+        sampler.send()
+        rows = torch.from_numpy(logits)[None], slice(0, 1), torch.tensor([u], dtype=torch.float64)
+        ids, _ = sampler.choose(*rows, needs_all=bool(sampler.needs_all[0]))
+        assert ids.item() == draw(distribution(logits, params, prompt), u)
+        sampler.counts += 1.0
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -198,6 +211,12 @@ NAN = float("nan")
 def test_invalid_parameters_are_named(field, value):
     with pytest.raises(ValueError, match=rf"{field} must be .*, got"):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("prompt", [[0, 5], [-1, 0]])
+def test_a_prompt_outside_the_vocabulary_is_refused(prompt):
+    with pytest.raises(ValueError, match=rf"prompt ids must be in \[0, 4\], got {prompt[0]} to {prompt[1]}"):
+        Sampler(1, 5).start(0, SamplingParams(), prompt)
 
 
 def test_a_bias_outside_the_vocabulary_is_refused():

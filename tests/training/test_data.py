@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from tests.helpers import CORPUS
 from training import data, lecture
-from training.data import DataError, RecordSampler, WindowSampler, prepare, recode
+from training.data import DataError, RecordSampler, WindowSampler, prepare, recode, window_pieces
 from training.inputs import OF_LINES, Encoder, encode_files
 
 
@@ -362,6 +362,14 @@ def test_each_record_is_drawn_once_an_epoch_in_a_row_of_its_own(records, block_s
     assert Counter(rows[: len(expected)]) == Counter(rows[len(expected) :]) == Counter(expected)
     again = RecordSampler(ids, block_size, seed, position=len(expected)).next_batch(len(expected))[0]
     assert np.array_equal(again[:, : idx.shape[1]], idx[len(expected) :, : again.shape[1]])
+
+
+@given(st.integers(2, 40), st.integers(1, 12))
+def test_consecutive_windows_predict_each_character_but_the_first_once(size, length):
+    starts, lengths = window_pieces(np.arange(size), length)
+    predicted = [i + 1 for start, count in zip(starts, lengths, strict=True) for i in range(start, start + count)]
+    assert predicted == list(range(1, size))
+    assert set(lengths[:-1]) <= {length} and 1 <= lengths[-1] <= length
 
 
 def test_a_text_of_records_to_evaluate_is_encoded_as_a_split(tmp_path):

@@ -34,7 +34,9 @@ def orthogonalized_by_svd(matrix: torch.Tensor) -> torch.Tensor:
 def test_orthogonalize_keeps_singular_vectors_and_equalizes_singular_values(rows, cols, dtype, tolerance):
     generator = torch.Generator().manual_seed(1)
     matrices = torch.randn(3, rows, cols, generator=generator) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
-    for matrix, result in zip(matrices, orthogonalize(matrices, dtype), strict=True):
+    results = orthogonalize(matrices, dtype)
+    assert results.dtype == dtype
+    for matrix, result in zip(matrices, results, strict=True):
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
         rotated = u.mT @ result.float() @ vh.mT  # in the basis of the singular vectors
         diagonal = rotated.diagonal()
@@ -93,6 +95,11 @@ def test_every_parameter_has_one_optimizer():
     }
     optimizers.step(0, 0.0)
     assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_muon_computes_in_the_type_of_the_run(dtype):
+    assert Optimizers(with_gradients(), TrainConfig(dtype=dtype)).muon.dtype == getattr(torch, dtype)
 
 
 def test_the_first_step_of_adamw_is_the_sign_of_the_gradient():
