@@ -155,10 +155,10 @@ gpu-check: ## on an NVIDIA GPU: tests, benchmarks, training and image, about 25 
 	@$(MAKE) --no-print-directory $(VENV)/.installed-bench
 	$(BIN)/python -m tests.bench.gpu $(ARGS)
 
-bench-exact: $(VENV)/.installed-test ## exact answers: chi-square of 20,000 draws; with ARGS="--lists FILE …" against the mask: out/bench-exact
+bench-exact: $(VENV)/.installed-test ## exact answers beside the mask's, of ARGS="--lists FILE …": out/bench-exact
 	$(BIN)/python -m tests.bench.exact $(ARGS)
 
-bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
+bench-train: $(RUN) ## benchmark training beside nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)
 
 load: $(VENV)/.installed-test ## send a minute of mixed load with Locust to URL, or to a server of CHECKPOINT: out/load
