@@ -26,9 +26,9 @@ NATIVE := service/engine/native.cpp training/fused.cpp
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train bundled native image lock sbom test test-lowest test-native-sanitized test-slow test-tools \
-  mutants chaos chaos-train framing bench bench-quick bench-table bench-train bench-exact gpu-check load load-sweep rules \
-  lint clean
+.PHONY: help serve train bundled native image lock sbom test test-lowest test-native-sanitized test-optimized test-slow \
+  test-tools mutants chaos chaos-train framing bench bench-quick bench-table bench-train bench-exact gpu-check load \
+  load-sweep rules lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -93,6 +93,15 @@ test-lowest: $(VENV)/.installed-test ## run some fast tests with the lowest vers
 	$(LOWEST)/bin/pip install --quiet --only-binary :all: --requirement $(LOWEST)/requirements.txt
 	PYTHONPATH=. $(LOWEST)/bin/python -m pytest -n 2 --dist loadfile $(LOWEST_TESTS) $(ARGS)
 
+# Only the assert statements of tests are executed, because pytest rewrites them. It warns of the others.
+OPTIMIZED_TESTS ?= tests/test_toolbox.py::test_assert_statements_of_tests_are_executed tests/test_settings.py \
+  tests/constrain tests/engine/test_scheduler.py tests/engine/test_host.py tests/engine/test_worker.py \
+  tests/model/test_sampling.py tests/model/test_tokenizer.py tests/http/test_api.py tests/http/test_bodies.py \
+  tests/http/test_patterns.py tests/http/test_records.py tests/training/test_data.py tests/training/test_records.py
+test-optimized: $(VENV)/.installed-test ## run fast tests with Python's -O, under which the service has no assert statements
+	PYTHONOPTIMIZE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder \
+	  -W 'ignore:assertions not in test modules:pytest.PytestConfigWarning' $(OPTIMIZED_TESTS) $(ARGS)
+
 # Python itself is not instrumented: the runtime is preloaded, with libstdc++, whose exceptions it intercepts. Python
 # leaves memory allocated at exit, and its own allocator would hide writes beyond the end of small buffers.
 # With -O3 the instrumented source takes minutes to compile.
@@ -148,10 +157,10 @@ gpu-check: ## on an NVIDIA GPU: tests, benchmarks, training and image, about 25 
 	@$(MAKE) --no-print-directory $(VENV)/.installed-bench
 	$(BIN)/python -m tests.bench.gpu $(ARGS)
 
-bench-exact: $(VENV)/.installed-test ## exact answers: chi-square of 20,000 draws; with ARGS="--lists FILE …" against the mask: out/bench-exact
+bench-exact: $(VENV)/.installed-test ## exact answers beside the mask's, of ARGS="--lists FILE …": out/bench-exact
 	$(BIN)/python -m tests.bench.exact $(ARGS)
 
-bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
+bench-train: $(RUN) ## benchmark training beside nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)
 
 load: $(VENV)/.installed-test ## send a minute of mixed load with Locust to URL, or to a server of CHECKPOINT: out/load

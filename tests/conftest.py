@@ -13,6 +13,9 @@ import pytest
 
 from service.settings import available_cpus
 
+# Assert statements that pytest rewrites run under -O too. It rewrites those of test_*.py and conftest.py by itself.
+pytest.register_assert_rewrite(*(f"tests.{name}" for name in ("deploy", "helpers", "http", "toolbox", "training")))
+
 if TYPE_CHECKING:
     from service.model.checkpoint import Checkpoint
     from tests.helpers import RunningServer

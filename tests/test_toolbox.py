@@ -29,6 +29,14 @@ def test_unknown_area_aborts_the_run_before_any_test():
     assert "test_toolbox" not in done.stdout
 
 
+def test_assert_statements_of_tests_are_executed():
+    """Under `make test-optimized` too."""
+    with pytest.raises(AssertionError):
+        assert not __file__
+    with pytest.raises(AssertionError):
+        list(http.events(["data: a"]))
+
+
 def test_events_yields_only_data():
     lines = ["id: 1", 'data: {"text":"a"}', "", ": keep-alive", "", 'data: {"text":"b"}\n', "\n", "data: [DONE]", ""]
     assert list(http.events(lines)) == ['{"text":"a"}', '{"text":"b"}', "[DONE]"]

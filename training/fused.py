@@ -50,10 +50,12 @@ class FusedForward:
     def _forward(self, idx: Tensor, lengths: Tensor, stream: list[Tensor]) -> Tensor:
         model, config = self.model, self.model.config
         longest = int(lengths.max())
-        assert longest <= config.block_size, "longer texts need the band of GPT.forward"
-        assert lengths.min() > 0 and lengths.sum() == idx.numel(), "fused.cpp is given pointers"
         computed = torch.float64 if self.dtype == torch.float64 else torch.float32
-        assert model.head.weight.dtype == computed, "fused.cpp is given pointers"
+        # fused.cpp is given pointers.
+        if not (0 < lengths.min() and longest <= config.block_size and lengths.sum() == idx.numel()):
+            raise ValueError("each text must have 1 to block_size ids, and the texts together all of `idx`")
+        if model.head.weight.dtype != computed:
+            raise ValueError(f"the model must be {computed}, got {model.head.weight.dtype}")
         p = config.dropout if model.training else 0.0
         x = model.embed(idx)
         cos, sin = rope_angles(torch.arange(longest), config, x.dtype)

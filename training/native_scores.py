@@ -61,7 +61,8 @@ class NativeScorer:
         skips: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return what `evaluate.piece_sums` returns: the summed loss of each piece's targets, (pieces,) float64."""
-        assert all(((starts + lengths) < len(ids)) | (lengths == 0)), "the engine is given pointers"
+        if not all(((starts + lengths) < len(ids)) | (lengths == 0)):  # the engine is given pointers
+            raise ValueError("a piece ends beyond the text")
         sums = np.zeros(len(lengths))
         skips = np.zeros(len(lengths), np.int64) if skips is None else skips
         order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]  # the longest first

@@ -258,9 +258,9 @@ class Guide:
         """
         if not self.masks:
             return None
-        assert self.automaton.distance[self.state] <= self.remaining > 0, "no matching text is that short"
-        if self.missing:
-            assert self.minimum is not None
+        if not self.automaton.distance[self.state] <= self.remaining > 0:
+            raise ValueError(f"no match ends within the limit; characters left: {self.remaining}")
+        if self.minimum is not None and self.missing:
             return self.minimum.allowed(self.automaton, self.state, self.missing)
         key = (self.state, min(self.remaining, self._ample), self.may_leave)
         masks = self.automaton._masks
@@ -281,8 +281,7 @@ class Guide:
         state = self._next(self.state, self._class_of(id))
         if state < 0 or self._distance(state) >= self.remaining:
             return False
-        if self.missing:
-            assert self.minimum is not None
+        if self.minimum is not None and self.missing:
             if not self.masks and not self.minimum.reaches(state, self.missing - 1):
                 return False
             self.missing -= 1

@@ -349,7 +349,7 @@ _NO_SECOND = _refusals(
     (r"\+", "possessive quantifiers are not supported; leave out this '@'"),
     (r"[*?{]", "'@' follows another quantifier; group the first as (?:...)"),
 )
-_ATOM = re.compile(r"\\(?:x..|u.{4}|U.{8}|[^xuU])|[^\\]", re.DOTALL)
+_LENGTHS = {r"\x": 4, r"\u": 6, r"\U": 10}  # of the other escapes: 2
 _QUANTIFIER = re.compile(r"(?:([*+?])|\{([0-9]+)(,?)([0-9]*)\})(\??)")
 
 
@@ -438,7 +438,8 @@ class _Parser:
     def _group(self) -> _Term | None:
         start = self._at
         self._refuse(_NO_ATOM)
-        assert self._skip("(?:") or self._skip("(")
+        if not self._skip("(?:"):
+            self._skip("(")
         self._depth += 1
         if self._depth > MAX_NESTING:
             raise RegexError(f"groups are nested more than {MAX_NESTING} deep", start)
@@ -460,10 +461,10 @@ class _Parser:
     def _one(self, refusals: _Refusals) -> str:
         """Read a character or an escape."""
         self._refuse(refusals)
-        found = _ATOM.match(self._pattern, self._at)
-        assert found is not None
-        self._at = found.end()
-        return found[0]
+        start = self._at
+        begin = self._pattern[start : start + 2]
+        self._at += _LENGTHS.get(begin, 2) if begin.startswith("\\") else 1
+        return self._pattern[start : self._at]
 
     def _class(self) -> str:
         """Read the rest of a class, and return the class.
@@ -758,7 +759,6 @@ def _distances(rows: list[dict[int, int]], accepting: list[bool]) -> np.ndarray:
             if distance[earlier] < 0:
                 distance[earlier] = distance[state] + 1
                 queue.append(earlier)
-    assert min(distance) >= 0, "every state is live"
     return np.array(distance, dtype=np.int32)
 
 

@@ -11,9 +11,7 @@ service`), and asked over HTTP under conditions of its kind. Per condition:
 
 All are scored by `/v1/score`: nats per character, and of the end of a record. With RDKit installed, the share of valid
 SMILES too. `exact` has its acceptance and its time. Then, for each list, the speed of another client's stream alone and
-beside a request for exact answers that draws all the time (it matches nothing and ends at its limits).
-
-    chi-square    --draws exact answers of a tiny model, alone and under load, against enumeration (test_draw.py)
+beside requests for exact answers that draw all the time (they match nothing and end at their limits).
 
 Rewrites OUT/exact.json and OUT/exact.md after each part.
 """
@@ -21,33 +19,27 @@ Rewrites OUT/exact.json and OUT/exact.md after each part.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import re
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-from rich.console import Console
 
-from service.engine.backends import open_runner
-from service.engine.engine import Engine
 from service.settings import cpus_per_worker
-from tests.engine.test_draw import CASES, CHARACTERS, chances, draw, load, p_value
-from tests.engine.test_draw import run as run_draws
-from tests.helpers import random_model, serving
+from tests.helpers import serving
+from tests.toolbox import load
 from tests.toolbox.figures import figure, table
-from training import jobs
 from training.config import TrainConfig
 from training.recipe import SETTINGS
 
+from . import peers
 from .command import BenchError, Run, build_parser, in_child
+from .serve import OTHER_CLIENT
+from .train import trained
 
 CONDITIONS = {
     "smiles": {
@@ -58,6 +50,8 @@ CONDITIONS = {
     "names": {"[a-z]*ella": {"regex": "[a-z]*ella"}, "[a-z]{6}": {"regex": "[a-z]{6}"}},
 }
 MAX_TOKENS = 200
+NO_RECORD = r"[^\n]*(CCCCCCCCCC|aaaaaaaaaa){4}[^\n]*"  # none repeats a character so often
+DRAWING = load.post("/generate", {"prompt": "", "max_tokens": MAX_TOKENS, "regex": NO_RECORD, "exact": True, "n": 64})
 COLUMNS = {  # name in the JSON: label, format
     "count": ("answers", "{:.0f}"),
     "nats": ("nats a character", "{:.3f}"),
@@ -71,7 +65,7 @@ COLUMNS = {  # name in the JSON: label, format
 
 def train(data: Path, out: Path, threads: int) -> None:
     config = TrainConfig(data=(str(data),), records=True, threads=threads, sample_chars=0, device="cpu")
-    jobs.start(config, out, Console(stderr=True, highlight=False), adaptable=SETTINGS)
+    trained(config, out, SETTINGS)
 
 
 def conditions_of(data: Path) -> dict[str, dict[str, Any]]:
@@ -134,57 +128,11 @@ def is_match(text: str, condition: dict[str, Any]) -> bool:
     return re.fullmatch(str(condition["regex"]), text) is not None
 
 
-@contextlib.contextmanager
-def drawing(url: str) -> Iterator[None]:
-    """Another client draws candidates all the time, as none matches: no record repeats a character so often."""
-    ends = threading.Event()
-
-    def ask() -> None:
-        with httpx.Client(timeout=600, headers={"X-Forwarded-For": "10.0.0.2"}) as http:
-            body = {
-                "prompt": "",
-                "max_tokens": MAX_TOKENS,
-                "regex": r"[^\n]*(CCCCCCCCCC|aaaaaaaaaa){4}[^\n]*",
-                "exact": True,
-            }
-            while not ends.is_set():
-                with contextlib.suppress(httpx.HTTPError):  # the server ends
-                    http.post(f"{url}/generate", json=body | {"seed": time.monotonic_ns() % 10**9, "n": 64})
-
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    time.sleep(1)
-    try:
-        yield
-    finally:
-        ends.set()
-
-
-def stream_speed(url: str, seconds: float = 4.0) -> float:
-    """Characters a second of one client's stream, which begins again when its record ends."""
-    with httpx.Client(timeout=60, headers={"X-Forwarded-For": "10.0.0.1"}) as http:
-        count, started = 0, time.perf_counter()
-        body = {"prompt": "", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-        with http.stream("POST", f"{url}/generate", json=body) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    count += len(json.loads(line[6:]).get("text", ""))
-                if time.perf_counter() - started > seconds:
-                    break
-        return count / (time.perf_counter() - started)
-
-
-def chi_square(case: str, draws: int) -> dict[str, float]:
-    """p-values of a kind of condition, alone and under load."""
-    model = random_model(torch.float64, seed=5, vocab_size=len(CHARACTERS), block_size=8)
-    options, outcome = CASES[case]
-    expected, found = chances(model, "\n", 6, outcome), {}
-    for name, others in (("alone", 0), ("under load", 400)):
-        engine = Engine(open_runner(model, "auto", "float64", 64), max_waiting=10_000)
-        texts, _ = run_draws(engine, [draw(1, answers=draws, seed=2, **options)], load(others))
-        found[name] = p_value(Counter(text for text, *_ in texts[1]), expected)
-    return found
+def stream_speed(port: int, seconds: float = 4.0) -> float:
+    """Characters a second of one client's stream, which begins again when it ends."""
+    request = load.post("/generate", {"prompt": "", "max_tokens": 2000, "ignore_eos": True, "stream": True})
+    outcome = load.run(port, load.at_once(request, 10**9), connections=1, seconds=seconds, keep=True)
+    return sum(len(peers.ours(Path()).text(reply.body, True)) for reply in outcome.replies) / outcome.seconds
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -194,34 +142,17 @@ def markdown(results: dict[str, Any]) -> str:
             cells = ((form, figures.get(key)) for key, (_, form) in COLUMNS.items())
             rows.append([f"{name}, {way}", *("" if it is None else figure([it], form) for form, it in cells)])
     parts = [table(rows)]
-    if streams := results["streams"]:
-        head = ["another client's stream, characters/s", "alone", "beside exact answers", "ratio"]
-        parts.append(
-            table(
-                [
-                    head,
-                    *([name, *(f"{it:.0f}" for it in its), f"{its[1] / its[0]:.2f}"] for name, its in streams.items()),
-                ]
-            )
-        )
-    if tests := results["p_values"]:
-        parts.append(
-            table(
-                [
-                    ["p-value", "alone", "under load"],
-                    *([k, *(f"{p:.3f}" for p in v.values())] for k, v in tests.items()),
-                ]
-            )
-        )
+    head = ["another client's stream, characters/s", "alone", "beside exact answers", "ratio"]
+    streams = ([name, *map("{:.0f}".format, its), f"{its[1] / its[0]:.2f}"] for name, its in results["streams"].items())
+    parts.append(table([head, *streams]))
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
 class Bench(Run):
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        super().__init__(
-            "tests.bench.exact", args.out, "exact", markdown, ("torch", "numpy"), conditions={}, streams={}, p_values={}
-        )
+        found: dict[str, Any] = {"conditions": {}, "streams": {}}
+        super().__init__("tests.bench.exact", args.out, "exact", markdown, ("torch", "numpy"), **found)
 
     def run(self) -> None:
         for data in self.args.lists:
@@ -231,14 +162,10 @@ class Bench(Run):
                     in_child(train, data, out, self.args.threads)
             with self.noted(f"serving {data.stem}"):
                 self.measure(data, out / "best")
-        for case in CASES if self.args.draws else ():
-            with self.noted(f"chi-square: {case}"):
-                self.results["p_values"][case] = in_child(chi_square, case, self.args.draws)
 
     def measure(self, data: Path, checkpoint: Path) -> None:
         args, conditions = self.args, conditions_of(data)
-        settings = {"client_header": "X-Forwarded-For", "max_tokens": 16_384}
-        with serving(checkpoint, **settings, threads=args.threads or cpus_per_worker({})) as server:
+        with serving(checkpoint, threads=args.threads or cpus_per_worker({})) as server:
             asking, has_molecules = Asking(server.url), conditions is CONDITIONS["smiles"]
             pool, _, _ = asking.sample(args.pool)
             for name, condition in conditions.items():
@@ -256,9 +183,11 @@ class Bench(Run):
             with self.noted("streams"):
                 alone, beside = [], []
                 for _ in range(3):
-                    alone.append(stream_speed(server.url))
-                    with drawing(server.url):
-                        beside.append(stream_speed(server.url))
+                    alone.append(stream_speed(server.port))
+                    options = {"connections": 2, "address": OTHER_CLIENT, "accepts": None}
+                    with load.Apart(server.port, partial(load.at_once, DRAWING, 10**9), **options):
+                        time.sleep(1)
+                        beside.append(stream_speed(server.port))
                     time.sleep(2)
                 self.results["streams"][data.stem] = [max(alone), max(beside)]
 
@@ -266,10 +195,9 @@ class Bench(Run):
 def main() -> int:
     parser = build_parser("tests.bench.exact", __doc__, "out/bench-exact")
     add = parser.add_argument
-    add("--lists", nargs="*", type=Path, default=[], metavar="FILE", help="names or SMILES, one in each line")
+    add("--lists", nargs="+", type=Path, required=True, metavar="FILE", help="names or SMILES, one in each line")
     add("--answers", type=int, default=100, help="under each condition (default: %(default)s)")
     add("--pool", type=int, default=10_000, help="free answers (default: %(default)s)")
-    add("--draws", type=int, default=20_000, help="of the chi-square tests; 0: without (default: %(default)s)")
     add("--threads", type=int, default=0, help="0: OMP_NUM_THREADS, else one per core")
     bench = Bench(parser.parse_args())
     return bench.main(bench.run)

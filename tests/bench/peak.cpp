@@ -17,15 +17,18 @@ constexpr int BYTES = 32;
 #endif
 constexpr int CHAINS = 10;  // independent sums: enough to hide the latency of an FMA, few enough for 16 registers
 
-template <typename T>
-using Vector __attribute__((vector_size(BYTES))) = T;
+}  // namespace
 
-template <typename T>
-double fma_chains(int64_t repeats) {
-    Vector<T> sums[CHAINS] = {}, a, b;
-    for (size_t i = 0; i < BYTES / sizeof(T); i++) {
-        a[i] = T(1) - T(i) / 1024;
-        b[i] = T(1) / 1024;
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Operations (a multiplication and an addition count as two) of one repeat.
+EXPORT int64_t operations_float32() { return 2 * CHAINS * BYTES / 4; }
+EXPORT double run_float32(int64_t repeats) {
+    typedef float Vector __attribute__((vector_size(BYTES)));
+    Vector sums[CHAINS] = {}, a, b;
+    for (size_t i = 0; i < BYTES / sizeof(float); i++) {
+        a[i] = 1 - float(i) / 1024;
+        b[i] = 1.0f / 1024;
     }
     asm volatile("" : "+v"(a), "+v"(b));
     for (int64_t n = 0; n < repeats; n++)
@@ -36,18 +39,8 @@ double fma_chains(int64_t repeats) {
         }
 #pragma GCC unroll 10
     for (int c = 1; c < CHAINS; c++) sums[0] += sums[c];
-    return double(sums[0][0]);
+    return sums[0][0];
 }
-
-}  // namespace
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-// Operations (a multiplication and an addition count as two) of one repeat.
-EXPORT int64_t operations_float32() { return 2 * CHAINS * BYTES / 4; }
-EXPORT int64_t operations_float64() { return 2 * CHAINS * BYTES / 8; }
-EXPORT double run_float32(int64_t repeats) { return fma_chains<float>(repeats); }
-EXPORT double run_float64(int64_t repeats) { return fma_chains<double>(repeats); }
 
 #ifdef __AVX512BF16__
 EXPORT int64_t operations_bfloat16() { return 2 * CHAINS * 32; }

@@ -121,7 +121,7 @@ def stock_litserve(checkpoint: Path, threads: int) -> list[System]:
         System(
             "stock",
             f"{dtype}, {loop}",
-            module("tests.bench.stock", checkpoint=checkpoint, threads=threads, dtype=dtype, loop=loop),
+            module("tests.bench.servers", "stock", checkpoint=checkpoint, threads=threads, dtype=dtype, loop=loop),
             streams=(loop == "stream",),
         )
         for dtype in ("float32", "bfloat16")

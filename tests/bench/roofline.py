@@ -23,7 +23,7 @@ from .command import run_checked
 
 SOURCE = Path(__file__).with_name("peak.cpp")
 COMPILE = ("g++", "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CALL_SECONDS = 2e-3  # of one timed call: several scheduler ticks fit between two hiccups
 
 
@@ -38,7 +38,7 @@ def probe() -> ctypes.CDLL:
         library = Path(folder) / "peak.so"
         run_checked([*COMPILE, SOURCE, "-o", library])
         built = ctypes.CDLL(str(library))
-    for dtype in ("float64", "float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16"):
         getattr(built, f"operations_{dtype}").restype = ctypes.c_int64
         getattr(built, f"run_{dtype}").argtypes = [ctypes.c_int64]
         getattr(built, f"run_{dtype}").restype = ctypes.c_double

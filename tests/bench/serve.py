@@ -48,11 +48,7 @@ from .command import Remote, Run, add_only, add_threads, build_parser
 from .report import markdown
 from .shapes import ANSWER, NUMBERS, PROMPT, SAMPLING, SHAPES, checkpoint_of, prompt_text
 
-ALONE = {  # one client, one request after the other
-    "probe": b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "whole": load.post("/generate", {"prompt": "a", "max_tokens": 1}),
-}
-ALONE_PER_SECOND = 4000 / 3  # of a measurement: 20,000 in five turns
+ALONE_PER_SECOND = 4000 / 3  # answers of one client, one after the other: 20,000 in five turns
 BESIDE = {  # what another client asks all the time, and how many requests at a time
     "n = 64": (load.post("/generate", {"prompt": "\n", "max_tokens": ANSWER, "n": 64}), 1),
     "/v1/score, 40 texts of 500": (load.post("/v1/score", {"texts": [prompt_text(500, i) for i in range(40)]}), 2),
@@ -284,16 +280,15 @@ class Bench(Run):
 
             def start(name: str, log: str, ready: str = "/readyz", pace: float = 0.0, **flags: object) -> Server:
                 paced = {"CHARGPT_STUB_STEP_SECONDS": str(pace)}
-                server = stack.enter_context(
-                    Server(module(f"tests.bench.{name}", **flags), self.log(log), ready, paced)
-                )
+                command = module("tests.bench.servers", name, **flags)
+                server = stack.enter_context(Server(command, self.log(log), ready, paced))
                 server.wait_until_ready()
                 return server
 
             common = {"checkpoint": self.folders["S"], "threads": self.threads}
             ours = start("stub", "stub", **common)
             paced = start("stub", "stub-paced", pace=PACE_SECONDS, **common)
-            stock = start("stock", "stock-stub", "/health", stub=True)
+            stock = start("stock", "stock-stub", "/health")
             unlogged = {"ours": start("stub", "stub-unlogged", log_level="warning", **common)}
             answers = self.out / "logs" / "answers.json"
             answers.write_text(json.dumps(answers_of(ours.port)), encoding="utf-8")
@@ -305,7 +300,7 @@ class Bench(Run):
                 server.pause()
             for name in servers:
                 figures[name] = {"requests": [], "first": [], "streams": {str(n): [] for n in streams}}
-                figures[name] |= {kind: [] for kind in (*ALONE, "unlogged") if name != "stock"}
+                figures[name] |= {kind: [] for kind in ("whole", "unlogged") if name != "stock"}
             for _ in range(self.plan.repeats):
                 for name, server in servers.items():
                     with server.running():
@@ -326,9 +321,8 @@ class Bench(Run):
         stream = {"prompt": "a", "max_tokens": 8, "stream": True}
         marker = STOCK_EVENT if is_stock else load.EVENT
         figures["first"].append(first_once(server, [load.post("/generate", stream)] * round(seconds * 50), marker))
-        for kind, request in ALONE.items():
-            if kind in figures:
-                figures[kind].append(alone_once(server, request, round(ALONE_PER_SECOND * seconds)))
+        if not is_stock:
+            figures["whole"].append(alone_once(server, round(ALONE_PER_SECOND * seconds)))
         total = round((5_000 if is_stock else 150_000) * seconds)
         for count, runs in figures["streams"].items():
             body = stream | {"max_tokens": max(1, min(16_000, total // int(count)))}
@@ -474,8 +468,9 @@ def streams_once(server: Server, body: dict[str, Any], count: int, marker: bytes
     }  # fmt: skip
 
 
-def alone_once(server: Server, request: bytes, count: int) -> dict[str, float]:
+def alone_once(server: Server, count: int) -> dict[str, float]:
     """How long one client waits for each of `count` answers; the slowest are what a median hides."""
+    request = load.post("/generate", {"prompt": "a", "max_tokens": 1})
     outcome = load.run(server.port, load.at_once(request, count), connections=1)
     seconds = [reply.ended_at - reply.sent_at for reply in outcome.replies if reply.ended_at is not None]
     return percentiles(seconds) | {"p99.9": quantile(seconds, 0.999), "max": max(seconds)}

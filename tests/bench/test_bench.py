@@ -1,4 +1,4 @@
-"""The benchmarks: what would publish a wrong figure if it were wrong, and two of them, tiny, from end to end."""
+"""The benchmarks: what would publish a wrong figure if it were wrong, and three of them, tiny, from end to end."""
 
 from __future__ import annotations
 
@@ -122,11 +122,36 @@ def test_tiny_benchmark_of_serving_gives_every_figure_but_the_peers(tmp_path):
 def test_tiny_benchmark_of_training_judges_its_targets(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = tiny(tmp_path, sample_chars=0, device="cpu")
-    assert train.probe_ours(config, tmp_path / "probe")["step"] > 0
     run = train.run_ours(config, tmp_path / "out")
     assert run["whole"] == pytest.approx(run["curve"][-1]["val_loss"], abs=0.01) and run["characters"] == 24 * 4 * 8
     rows = {row[0]: row[1] for row in train.cells({"runs": {"cpu": [run, run]}})}
     assert rows["whole loss"] == f"{run['whole']:.4f}" and rows["target"].startswith("whole loss ≤ 1.408: MISSED; ")
+
+
+@pytest.mark.tools
+def test_tiny_benchmark_of_small_corpora_gives_every_figure(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(train, "in_child", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(train, "TrainConfig", lambda **given: replace(tiny(tmp_path), **given))
+    monkeypatch.setattr(train, "PROBE_STEPS", 8)
+    (names := tmp_path / "names.txt").write_text("".join(f"{'abcde'[i % 5] * 3}{i:o}\n" for i in range(400)))
+    (code := tmp_path / "code.txt").write_text(names.read_text())
+    (makemore := tmp_path / "makemore.py").write_text(
+        "print('step time 0.01ms', *(f'step {s} train loss 4 test loss: 3.5' for s in (0, 500)), sep='\\n')"
+    )
+    given = {"lists": [names], "texts": [code], "seeds": [1, 2], "makemore": makemore, "threads": 1}
+    bench = train.Bench(SimpleNamespace(out=tmp_path / "out", **given))
+    bench.run([])
+    assert not bench.results["errors"]
+    for corpus in (names, code):
+        assert [run["seed"] for run in bench.results["corpora"][corpus.stem]] == [1, 2]
+        for run in bench.results["corpora"][corpus.stem]:
+            assert run["nanogpt"] <= run["nanogpt_last"] and 0 < run["ours"] < 5 and run["nanogpt_steps"] >= 8
+            assert ("makemore" in run) == (corpus == names) and run.get("makemore_last", 3.5) == 3.5
+    held_out = set((tmp_path / "out" / "names-1" / "held-out.txt").read_text().split())
+    assert len(held_out) == 40 and not held_out & set((tmp_path / "out" / "names-1" / "train.txt").read_text().split())
+    text = (tmp_path / "out" / "train.md").read_text()
+    assert "| names | " in text and "| code | " in text and "nats per character |" not in text
 
 
 def test_gpu_report_shows_parts_that_are_missing():

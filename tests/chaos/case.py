@@ -121,7 +121,7 @@ async def ours(outcome: Outcome, checkpoint: Path = BUNDLED, **settings: object)
 @contextlib.contextmanager
 def stock(plan: Plan) -> Iterator[Server]:
     """Stock LitServe with batched streaming, ready."""
-    command = module("tests.bench.stock", checkpoint=BUNDLED, threads=available_cpus(), loop="stream")
+    command = module("tests.bench.servers", "stock", checkpoint=BUNDLED, threads=available_cpus(), loop="stream")
     with Server(command, plan.out / "stock.log", "/health") as server:
         server.wait_until_ready()
         yield server

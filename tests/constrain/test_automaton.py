@@ -108,6 +108,12 @@ def test_a_text_that_cannot_be_completed_further_ends_with_any_id():
     assert allowed_by(guide, 2) is None and guide.push(2)  # a larger budget allows it
 
 
+@pytest.mark.parametrize("remaining", [2, 0, -1])
+def test_a_limit_that_no_match_keeps_is_an_error(remaining):
+    with pytest.raises(ValueError, match=f"no match ends within the limit; characters left: {remaining}"):
+        Guide(compile_regex("abc", VOCABULARY), remaining).allowed()
+
+
 @given(st.sampled_from(PATTERNS), st.integers(0, 300), st.integers(0, 20))
 @settings(max_examples=200)
 def test_layers_of_a_minimum_length_are_those_of_the_definition(pattern, minimum, room):

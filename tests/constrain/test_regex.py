@@ -2,6 +2,7 @@ import contextlib
 import itertools
 import re
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -22,6 +23,7 @@ from service.constrain.regex import (
     ended,
     intersection,
 )
+from tests.toolbox.launch import ROOT
 
 VOCABULARY = list("ab1_ \n.-é٣\u00a0]")  # letters, digits and spaces beyond ASCII too
 PRINTABLE = ["\n", *map(chr, range(32, 127))]
@@ -104,6 +106,7 @@ def check_language(pattern, data):
     if automaton is None:
         assert not any(reference.fullmatch(text) for text in texts)
         return
+    assert automaton.distance.min() >= 0, "every state is live"
     for text in texts:
         assert accepts(automaton, text) == bool(reference.fullmatch(text)), text
     # Random walks find long matches; altered ones are near misses.
@@ -248,6 +251,25 @@ def test_any_text_compiles_to_the_language_of_re_or_is_refused(pattern):
         reference = re.compile(pattern)
     for text in map("".join, itertools.chain(*(itertools.product(VOCABULARY, repeat=n) for n in range(3)))):
         assert accepts(automaton, text) == bool(reference.fullmatch(text)), text
+
+
+@pytest.mark.parametrize("switch", ["-O", "-OO"])
+def test_patterns_are_the_same_without_assert_statements(switch):
+    patterns = ["(a)", "(?:ab)+1", "((a|b){2}|[1_])*", r"\x61\u00e9?", "a(?:b|(?:1))", "(a)(b", "a)", "(?=a)"]
+    program = f"""
+from service.constrain.regex import RegexError, compile_regex
+for pattern in {patterns}:
+    try:
+        print(compile_regex(pattern, {VOCABULARY}).pack())
+    except RegexError as error:
+        print(error)
+"""
+    printed = [
+        subprocess.run([sys.executable, *switches, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+        for switches in ((), (switch,))
+    ]
+    assert len(printed[0].stdout.splitlines()) == len(patterns)
+    assert printed[1].stdout == printed[0].stdout
 
 
 def test_limits_are_named():

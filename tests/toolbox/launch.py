@@ -110,10 +110,10 @@ class Program(contextlib.AbstractContextManager):
 # Of benchmarks
 
 
-def module(name: str, **flags: object) -> tuple[str, ...]:
-    """The command `python -m NAME --flag=value …`."""
+def module(name: str, *words: str, **flags: object) -> tuple[str, ...]:
+    """The command `python -m NAME words --flag=value …`."""
     given = (f"--{flag.replace('_', '-')}" + ("" if value is True else f"={value}") for flag, value in flags.items())
-    return (sys.executable, "-m", name, *given)
+    return (sys.executable, "-m", name, *words, *given)
 
 
 class Server(Program):

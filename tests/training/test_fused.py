@@ -134,6 +134,18 @@ def test_packed_texts_give_the_loss_and_gradients_of_each_in_a_row_of_its_own(li
         assert error < {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 2 * of_rows + 0.01), name
 
 
+@pytest.mark.parametrize("lengths", [[5, 4], [5, 6], [10, 0], [11, -1], [10]])
+def test_texts_that_do_not_fill_their_tensor_are_refused(library, lengths):
+    """The library would read beyond it."""
+    with pytest.raises(ValueError, match="1 to block_size ids"):
+        FusedForward(some_model(), torch.float64)(torch.zeros(2, 5, dtype=torch.long), torch.tensor(lengths))
+
+
+def test_a_model_in_another_dtype_is_refused(library):
+    with pytest.raises(ValueError, match="must be torch.float32, got torch.float64"):
+        FusedForward(some_model(), torch.bfloat16)(torch.zeros(2, 5, dtype=torch.long))
+
+
 @pytest.mark.parametrize("library", LIBRARIES, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_librarys_results_do_not_depend_on_the_number_of_threads(library, dtype):

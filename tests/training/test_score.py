@@ -154,6 +154,13 @@ def test_records_of_any_length_are_scored_in_few_calls():
     assert len(calls) == -(-200 // scorer.runner.slots)
 
 
+@pytest.mark.parametrize(("start", "length"), [(0, 10), (9, 1), (5, 5)])
+def test_the_native_engine_reads_no_piece_beyond_its_text(start, length):
+    ids = np.zeros(10, np.uint8)  # the last one is the target of the ninth
+    with pytest.raises(ValueError, match="a piece ends beyond the text"):
+        NativeScorer.of(random_model()).piece_sums(ids, np.array([start]), np.array([length]))
+
+
 # lines
 
 
