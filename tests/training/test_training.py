@@ -532,9 +532,9 @@ def test_packed_records_are_learned_from_as_padded_ones_are(tmp_path, changes):
             for parameter in run.model.parameters():  # the projections of a new model are zero
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
-        def loss(idx, targets, expected, *lengths, loss_of=loss_of, shapes=shapes):
+        def loss(idx, targets, *lengths, loss_of=loss_of, shapes=shapes):
             shapes.append((tuple(idx.size()), len(lengths)))
-            return loss_of(idx, targets, expected, *lengths)
+            return loss_of(idx, targets, *lengths)
 
         run.loss = loss
         found.append((run.step(), run.gradients.all.clone(), shapes))
