@@ -18,9 +18,6 @@ CHECKPOINT ?= $(BUNDLED)
 TORCH ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || echo torch==2.13.0+cpu)
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 
-# A variable as it was given, for messages that say what to run next.
-given = $(if $(filter file,$(origin $(1))),, $(1)=$(call quoted,$($(1))))
-
 BIN := $(VENV)/bin
 NATIVE := service/engine/native.cpp training/fused.cpp
 RUN := $(VENV)/.installed-service,training
@@ -40,16 +37,11 @@ help: ## list these commands
 # Prints $(1), and the command that serves the checkpoint $(2), a word of the shell's.
 next = $(BIN)/python -c 'import shlex, sys; print("$(1) make serve CHECKPOINT=" + shlex.quote(sys.argv[1]))' $(2)
 
-# MADE_BY: for messages that say what to run next.
-serve: export MADE_BY = make serve
 serve: $(RUN) ## install, serve CHECKPOINT (default: the bundled one) on 127.0.0.1:8000
 	@$(if $(filter file,$(origin CHECKPOINT)),last=$$(ls -td checkpoints/*/best 2>/dev/null | head -n 1); \
 	  [ -z "$$last" ] || $(call next,Serving the bundled checkpoint; what was trained last:,"$$last"))
 	$(BIN)/python -m service --checkpoint $(call quoted,$(CHECKPOINT)) $(ARGS)
 
-train: export MADE_BY = make train$(call given,DATA)$(call given,NAME)$(call given,PRESET)$(call given,MINUTES)
-train: export MADE_ARGS = $(ARGS)
-train: export MADE_OUT = checkpoints/$(NAME)
 train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/NAME (default: DATA's); ARGS=--resume continues
 	$(BIN)/python -m training train $(if $(MINUTES),--minutes $(MINUTES)) \
 	  $(if $(and $(MINUTES),$(filter file,$(origin PRESET))),,--preset $(PRESET)) --data $(call quoted,$(DATA)) \
@@ -65,7 +57,7 @@ TEACHER_3 := --muon-lr 0.025 --muon-momentum 0.95 --weight-decay 0.24
 TEACHER_4 := --block-size 512 --batch-size 4 --muon-lr 0.025 --muon-momentum 0.95
 TEACHER_5 := --n-layer 8
 TEACHER_6 := --n-embd 160
-bundled: $(RUN) ## retrain the bundled checkpoint: six teachers, and their student, about an hour
+bundled: $(RUN) ## retrain the bundled checkpoint: six teachers, and their student, an estimated two hours
 	set -e; $(foreach seed,$(TEACHERS),$(BIN)/python -m training train --seed $(seed) $(THEN) $(TEACHER_$(seed)) \
 	  --out checkpoints/teacher-$(seed) --overwrite;)
 	$(BIN)/python -m training train $(THEN) --steps 9760 --weight-decay 0.05 --teachers $(TEACHERS:%=checkpoints/teacher-%/best) \

@@ -30,14 +30,14 @@ class BackendError(ValueError):
 
 
 def choose_accelerator(asked: str) -> str:
-    """Resolve `auto`: cuda with a GPU and a torch built for it, otherwise cpu. On a Mac, LitServe decides.
+    """Resolve `auto`: cuda with a GPU and a torch built for it, otherwise cpu.
 
     LitServe's own choice would import torch into this process, which does not need it, or take the CPU despite a GPU
     because torch is not imported.
 
     Raises BackendError: cuda was asked for, but torch is built without it.
     """
-    if sys.platform == "darwin" or asked not in ("auto", "cuda"):
+    if asked == "cpu":
         return asked
     version, cuda = torch_build()
     lacking = f"torch {version} is built without CUDA" if version else "torch is not installed"

@@ -460,10 +460,7 @@ def certificate_expiry(path: Path) -> float:
 
 def _cannot_listen(host: str, address: tuple[Any, ...], error: OSError) -> str:
     shown = host if host == address[0] else f"{host} ({address[0]})"
-    remedy = ""
-    if error.errno == errno.EADDRINUSE:
-        flag = f"--port {address[1] ^ 1}"
-        remedy = "; choose another port: " + (f"ARGS='{flag}'" if "MADE_BY" in os.environ else flag)
+    remedy = f"; choose another port: --port {address[1] ^ 1}" if error.errno == errno.EADDRINUSE else ""
     return f"cannot listen on {shown}, port {address[1]}: {error.strerror}{remedy}"
 
 

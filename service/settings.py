@@ -171,13 +171,13 @@ class Settings(BaseSettings):
         [], description="web origins whose pages may send requests, comma-separated; * for all"
     )
 
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="device type for the model")
+    accelerator: Literal["auto", "cpu", "cuda"] = Field("auto", description="device type for the model")
     backend: Literal["auto", "native", "cuda", "torch"] = Field(
         "auto",
         description="engine that runs the model; auto: cuda on a GPU, native on a CPU if available, otherwise torch",
     )
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
-        "auto", description="number format of the model; auto: float32 on native, cuda and mps, otherwise float64"
+        "auto", description="number format of the model; auto: float32 on native and cuda, otherwise float64"
     )
     devices: Few = Field(1, description="number of devices; each has its own inference processes")
     workers_per_device: Few = Field(1, description="inference processes per device")

@@ -25,6 +25,7 @@ sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 gc.disable()  # while tests are collected, which leaves little garbage
 # Test models are tiny: a second thread would only spin and compete with the servers under test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the commands do, for runs of two threads in this process
 from tests.toolbox import needs  # noqa: E402 (imports torch, which reads it)
 
 FOLDER = Path(__file__).parent

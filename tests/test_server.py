@@ -380,8 +380,6 @@ def test_a_backend_that_computes_something_else_ends_the_start(tmp_path, checkpo
 @pytest.fixture
 def one_gpu(tmp_path, monkeypatch):
     """An nvidia-smi that lists one."""
-    if sys.platform == "darwin":
-        pytest.skip("on macOS LitServe resolves auto")
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n")
     fake.chmod(0o755)
@@ -407,7 +405,7 @@ def test_auto_chooses_a_gpu_that_torch_and_the_variable_allow(
     monkeypatch.setattr("service.placement.torch_build", lambda: ("2.13.0+cpu", built_for))
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert (choose_accelerator("auto"), choose_accelerator("mps")) == (chosen, "mps")
+    assert (choose_accelerator("auto"), choose_accelerator("cpu")) == (chosen, "cpu")
     assert [text for text in (BUILT, NAMED) if text in caplog.text] == [warning] * (warning is not None)
     if built_for is None:
         with pytest.raises(BackendError, match=r"--accelerator cuda: torch 2.13.0\+cpu is built without CUDA"):
@@ -441,7 +439,7 @@ def test_auto_takes_as_many_slots_as_fit_the_gpus(monkeypatch, checkpoint):
     fitting = slots_that_fit(config, "float32", 1.3e9)
     assert slots(devices=2) + reserved_slots(slots(devices=2)) == fitting > 0
     assert slots(devices=2, fair_queueing=False) == fitting
-    assert slots("cpu") == slots("mps") == 64
+    assert slots("cpu") == 64
     assert slots(max_running_requests=7) == 7
     with pytest.raises(BackendError, match="not one sequence fits into 0.7 GB"):
         slots(workers_per_device=2)
@@ -469,7 +467,6 @@ def test_torch_is_loaded_by_workers_alone_and_by_them_only_to_run_the_model(serv
     ("backend", "dtype", "device", "message"),
     [
         ("native", "auto", "cuda:0", "backend native runs on a cpu, got device cuda:0"),
-        ("torch", "float64", "mps", "on mps, which has no float64, got float64"),
         ("cuda", "auto", "cpu", "backend cuda runs on an NVIDIA GPU, and none can be used here"),
     ],
 )

@@ -31,7 +31,7 @@ from training.config import (
     Device,
     TrainConfig,
 )
-from training.messages import Refusal, made_by, program, unescaped
+from training.messages import Refusal, program, unescaped
 from training.records import LINES
 
 ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
@@ -274,7 +274,7 @@ def add_unknown_flags(
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `inputs.load_model` reads: the checkpoint, the device and the threads."""
     add_checkpoint_flag(parser)
-    parser.add_argument("--device", choices=get_args(Device), default="auto", help="auto: cuda, else mps, else cpu")
+    parser.add_argument("--device", choices=get_args(Device), default="auto", help="auto: cuda, else cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
 
 
@@ -309,12 +309,6 @@ def main() -> int:
         return 128 + signal.SIGPIPE
     except (Refusal, CheckpointError, UnknownCharacterError, LostProcessError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        if made_by() and "--" in str(error) and "ARGS=" not in str(error):
-            print(
-                "With make, --data is DATA=…, --out is NAME=…, --preset is PRESET=…, --minutes is MINUTES=…, and other "
-                "flags are ARGS='…'",
-                file=sys.stderr,
-            )
         return 1
     except RuntimeError as error:
         if "out of memory" not in str(error).lower():

@@ -48,7 +48,7 @@ RECORDS_HELP = (
 COLUMN_HELP = "learn the cells of this column of .csv, .tsv and .jsonl files as records"
 EXCLUDE_HELP = "leave out the files of a folder that match one of these patterns"
 
-Device = Literal["auto", "cpu", "cuda", "mps"]
+Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Weights = Literal["float32", "float16"]
 Fused = Literal["auto", "false"]
@@ -141,7 +141,7 @@ class TrainConfig:
     tensorboard: bool = option(False, "also write TensorBoard event files to OUT/tensorboard")
 
     # the machine
-    device: Device = option("auto", "auto: cuda, else mps, else cpu")
+    device: Device = option("auto", "auto: cuda, else cpu")
     dtype: Dtype = option(
         "auto",
         "dtype of matrix products; auto: bfloat16 on a GPU, and on a CPU with bfloat16 products if n_embd is at least "

@@ -744,15 +744,11 @@ class WindowSampler:
         places, phases = _places(numbers, self.per_epoch, self.seed)
         return places * self.block_size + (phases * self.block_size).astype(np.int64)
 
-    def next_places(self, batch_size: int) -> np.ndarray:
-        """Draw the next windows and return the offsets of their inputs in the text: (batch_size, block_size) int64."""
-        starts = self.starts(np.arange(self.position, self.position + batch_size))
-        self.position += batch_size
-        return starts[:, None] + np.arange(self.block_size)
-
     def next_batch(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs of the next windows, and targets one character ahead: (batch_size, block_size) int64 each."""
-        places = self.next_places(batch_size)
+        starts = self.starts(np.arange(self.position, self.position + batch_size))
+        self.position += batch_size
+        places = starts[:, None] + np.arange(self.block_size)
         return self.ids[places].astype(np.int64), self.ids[places + 1].astype(np.int64)
 
 

@@ -33,7 +33,7 @@ def resolve_auto(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """
     device = pick_device(config.device)
     if config.compile and device == "cpu":
-        raise ConfigError("compile works on cuda and mps only; on a cpu the training step is hand-written")
+        raise ConfigError("compile works on cuda only; on a cpu the training step is hand-written")
     if config.batch_size % (world_size * config.accumulate):
         raise ConfigError(
             f"batch_size must be a multiple of processes × accumulate = {world_size} × {config.accumulate}, got "
@@ -92,8 +92,8 @@ def autocast(config: TrainConfig) -> torch.autocast:
     return torch.autocast(config.device, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
-def pick_device(device: str) -> Literal["cpu", "cuda", "mps"]:
-    """Return the device to use. "auto" stands for the first available of cuda, mps and cpu.
+def pick_device(device: str) -> Literal["cpu", "cuda"]:
+    """Return the device to use. "auto" stands for cuda if a GPU is available, else for cpu.
 
     Raises:
         ConfigError: the device is not available, or this machine has fewer GPUs than processes.
@@ -106,8 +106,6 @@ def pick_device(device: str) -> Literal["cpu", "cuda", "mps"]:
                 f"{num_gpus}"
             )
         return "cuda"
-    if device in ("auto", "mps") and torch.backends.mps.is_available():
-        return "mps"
     if device in ("auto", "cpu"):
         return "cpu"
     raise ConfigError(f"device {device!r} is not available on this machine")

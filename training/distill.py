@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from service.model.checkpoint import WEIGHTS, Checkpoint
 from service.model.tokenizer import CharTokenizer
 from training.config import ConfigError, TrainConfig
 from training.device import autocast, training_forward
-from training.evaluate import Advance, streamed_logits
 from training.messages import plural
 
 
@@ -64,20 +62,4 @@ class Teachers:
         with autocast(self.config):
             for forward in self._forwards:
                 mean = mean + forward(idx, *lengths).float().softmax(-1) / len(self._forwards)
-        return mean
-
-    @torch.no_grad()
-    def table(self, ids: np.ndarray, advance: Advance = int) -> Tensor:
-        """Return the probabilities of the character after each character of a text but the last: (N - 1, V) float16.
-
-        The text is streamed through the teachers.
-        """
-        mean = torch.zeros(len(ids) - 1, self.models[0].config.vocab_size, dtype=torch.float16)
-        for model in self.models:
-            start = 0
-            for logits in streamed_logits(model, ids):
-                found = logits[0].float().softmax(-1) / len(self.models)
-                mean[start : start + len(found)] += found.cpu()
-                start += len(found)
-                advance(len(found))
         return mean

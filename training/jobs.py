@@ -29,7 +29,7 @@ from training.finetune import describe_origin, inherited, load_origin, refuse_sh
 from training.folders import restore_folder
 from training.inputs import find_checkpoint
 from training.loop import Run
-from training.messages import args_with, made_by, plural, say
+from training.messages import plural, say
 from training.plan import Plan, measured_speed
 from training.recipe import SETTINGS, explanation, fitted
 from training.records import LINES
@@ -138,13 +138,8 @@ def _new_run(
     """
     existing = sorted(path.name for path in out.iterdir())
     if existing and not overwrite:
-        found, is_run = f"{out} already contains {', '.join(existing[:5])}", "last" in existing
-        if made_by():
-            resuming = f"{args_with('--resume')} to continue that run, " if is_run else ""
-            overwriting = f"{args_with('--overwrite')} to replace it"
-            raise ResumeError(f"{found}; give make {resuming}{overwriting}, or NAME=… to keep it")
-        resuming = "--resume to continue that run, " if is_run else ""
-        raise ResumeError(f"{found}; pass {resuming}--overwrite to replace it, or another --out")
+        found, resuming = ", ".join(existing[:5]), "--resume to continue that run, " if "last" in existing else ""
+        raise ResumeError(f"{out} already contains {found}; pass {resuming}--overwrite to replace it, or another --out")
     corpus = _corpus_of(config)
     tokenizer, recoded, origin = corpus.tokenizer, corpus, None
     for note in corpus.notes:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
-from training.data import IGNORED, Part, WindowSampler, micro_batches, packed, two_halves
+from training.data import IGNORED, Part, micro_batches, packed, two_halves
 from training.device import autocast
 from training.display import ProgressView, draw_curves, print_report, show_forwards
 from training.evaluate import baselines, piece_loss, sampled_scores
@@ -53,8 +53,6 @@ class Run(RunState):
         self.check_forward(console)
         with self.writing(), catch_signals() as self.received, ProgressView(console, config) as view:
             self.save()
-            if self.teachers and self.table_pays:
-                self.table = self.table_of(self.teachers, console)
             while True:
                 if self.evaluation_is_due:
                     self.save()  # a failing evaluation must not cost any steps
@@ -107,46 +105,35 @@ class Run(RunState):
     def next_parts(self) -> tuple[list[Part], int]:
         """Return this process's micro-batches of the next batch, and the number of targets in the whole batch."""
         config, world = self.config, self.world
-        if self.table is None:
-            inputs, targets = self.sampler.next_batch(self.rows)
-        else:
-            assert isinstance(self.sampler, WindowSampler)
-            inputs = self.sampler.next_places(self.rows)
-            targets = self.corpus.train[inputs + 1].astype(np.int64)
+        idx, targets = self.sampler.next_batch(self.rows)
         if not config.records:
             window = config.window_at(self.progress.step)
-            inputs, targets = inputs.reshape(-1, window), targets.reshape(-1, window)
+            idx, targets = idx.reshape(-1, window), targets.reshape(-1, window)
         count, own = int((targets != IGNORED).sum()), slice(world.rank, None, world.size)
         number = config.accumulate * (2 if self.halves else 1)
         if config.records and isinstance(self.forward, FusedForward):
-            return packed(inputs[own], targets[own], number), count
-        return list(micro_batches(inputs[own], targets[own], config.tokens_per_step // (world.size * number))), count
+            return packed(idx[own], targets[own], number), count
+        return list(micro_batches(idx[own], targets[own], config.tokens_per_step // (world.size * number))), count
 
     def learn(self, parts: list[Part], count: int) -> Tensor:
         """Add the gradients of the parts' loss, summed and divided by `count` targets, and return that loss."""
         total = torch.zeros((), device=self.device)
-        for inputs, targets, *lengths in parts:
-            expected = None
-            if self.table is not None:
-                expected = self.to_device(self.table[torch.from_numpy(inputs)])
-                inputs = self.corpus.train[inputs].astype(np.int64)
-            idx, following = self.to_device(inputs), self.to_device(targets)
-            total = total + self.loss(idx, following, expected, *map(torch.from_numpy, lengths)) / count
+        for idx, targets, *lengths in parts:
+            loss = self.loss(self.to_device(idx), self.to_device(targets), *map(torch.from_numpy, lengths))
+            total = total + loss / count
         total.backward()
         return total.detach()
 
-    def loss(self, idx: Tensor, targets: Tensor, expected: Tensor | None = None, *lengths: Tensor) -> Tensor:
+    def loss(self, idx: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
         """Return the summed loss of idx (B, T) against targets (B, T), or against the teachers if the run has any.
 
-        Positions whose target is IGNORED do not count. expected: the teachers' probabilities (B, T, V), if they are in
-        the table. lengths: the lengths of packed rows, an argument of FusedForward.
+        Positions whose target is IGNORED do not count. lengths: lengths of packed rows, an argument of FusedForward.
         """
         with autocast(self.config):
             logits = self.forward(idx, *lengths)  # (B, T, V)
         if self.teachers:
-            if expected is None:
-                expected = self.teachers(idx, *lengths) * (targets != IGNORED)[..., None]
-            return F.cross_entropy(logits.float().flatten(0, 1), expected.float().flatten(0, 1), reduction="sum")
+            expected = self.teachers(idx, *lengths) * (targets != IGNORED)[..., None]  # (B, T, V)
+            return F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(0, 1), reduction="sum")
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
     def reduce(self) -> tuple[float, float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -24,20 +23,6 @@ class Refusal(ValueError):
     """An error that the user can correct. The message gives the given value, the allowed values and what to do."""
 
 
-def made_by() -> str | None:
-    """Return the `make` command that started this program, without ARGS; None if make did not start it.
-
-    The Makefile sets it in the environment.
-    """
-    return os.environ.get("MADE_BY")
-
-
-def args_with(settings: str) -> str:
-    """Return the ARGS given to make, without --resume and --overwrite, and with more flags."""
-    given = re.sub(r"(^|\s)--(resume|overwrite)(?=\s|$)", "", os.environ.get("MADE_ARGS", "")).strip()
-    return f"ARGS={shlex.quote(f'{given} {settings}'.strip())}"
-
-
 def program() -> str:
     """Return the program as the user started it. `service.command` sets argv[0] to chargpt."""
     return "chargpt" if sys.argv[0] == "chargpt" else f"{_word(Path(sys.executable))} -m training"
@@ -48,8 +33,6 @@ def resume_command(out: Path, processes: int, changes: Mapping[str, Any]) -> str
 
     changes: the settings that differ from those in the last save.
     """
-    if processes == 1 and (made := made_by()) and os.environ.get("MADE_OUT") == str(out):
-        return f"{made} {args_with(f'--resume{flags(changes)}')}"
     if processes > 1:
         entry = "--no-python chargpt" if program() == "chargpt" else "-m training"
         start = f"torchrun --nproc-per-node {processes} {entry}"

@@ -41,7 +41,6 @@ from training.data import (
     window_pieces,
 )
 from training.device import halves, machine, training_forward
-from training.display import show_forwards
 from training.distill import Teachers
 from training.distributed import World
 from training.evaluate import BATCH_CHARS, STRETCH_WINDOWS, piece_loss, sampled_scores
@@ -59,7 +58,6 @@ from training.state import Progress, ResumeError, Saved, pack
 # minimum, in characters. At that share, scoring takes less than a tenth of the run's time.
 SCORED_SHARE, MIN_SCORED = 1 / 8, 20_000
 ESTIMATE_STEPS = 10  # steps timed to estimate the rest of the run
-TABLE_BYTES = 1 << 30  # upper limit of the table of the teachers' predictions for the whole text
 
 
 class DivergedError(Refusal):
@@ -116,7 +114,6 @@ class RunState:
         self.sampler = sampler_of(corpus, config.block_size, config.seed)
         self.rows = self.sampler.rows(config.tokens_per_step)  # windows or records in a step, over all processes
         self.teachers = Teachers(config, corpus.tokenizer) if config.teachers else None
-        self.table: Tensor | None = None  # the teachers' predictions at each place of the text
         torch.manual_seed(config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size))
         init_weights(self.model)
@@ -189,29 +186,6 @@ class RunState:
         if self.world.is_main and not is_servable(model):
             say(console, NOT_SERVABLE)
 
-    @property
-    def table_pays(self) -> bool:
-        """Whether the teachers would see each character more than twice and their predictions fit in TABLE_BYTES.
-
-        It is false for records, for several processes and for a finished run.
-        """
-        if self.config.records or self.world.size > 1 or self.progress.step == self.config.steps:
-            return False
-        size = 2 * len(self.corpus.train) * self.model.config.vocab_size
-        is_repeated = self.config.steps * self.rows > 2 * self.sampler.per_epoch
-        return is_repeated and size <= TABLE_BYTES
-
-    def table_of(self, teachers: Teachers, console: Console) -> Tensor:
-        train = self.corpus.train
-        with show_forwards(console, "what the teachers predict", len(train) * len(teachers.models)) as advance:
-
-            def advance_or_stop(count: int) -> None:
-                advance(count)
-                if self.received:
-                    raise self.interrupted(self.received[0])
-
-            return teachers.table(train, advance_or_stop)
-
     def estimate(self, step_seconds: float) -> str:
         """Estimate how long the rest of the run takes. Only the main process calls this.
 
@@ -272,7 +246,7 @@ class RunState:
 
         window: the number of characters in a window.
         """
-        teachers = self.teachers.models if self.teachers and self.table is None else []
+        teachers = self.teachers.models if self.teachers else []
         return flops_per_character(self.model, window) + sum(flops_per_character(each, window) / 3 for each in teachers)
 
     def to_device(self, values: np.ndarray | Tensor) -> Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
-    """Return the backend and dtype to use on a device ("cpu", "cuda:0", "mps", …), with `auto` resolved.
+    """Return the backend and dtype to use on a device ("cpu", "cuda:0", …), with `auto` resolved.
 
     Raises:
         ValueError: the backend or dtype cannot be used here.
@@ -44,11 +44,9 @@ def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
             f"dtype must be auto or one of {', '.join(native.dtypes())} for backend native on this CPU, got bfloat16; "
             "backend torch computes in bfloat16 on every CPU"
         )
-    if kind == "mps" and dtype == "float64":
-        raise ValueError("dtype must be auto, float32 or bfloat16 on mps, which has no float64, got float64")
     if dtype == "auto":
         # torch's kernels round differently at each batch size. Only in float64 are texts practically unaffected.
-        dtype = "float64" if backend == "torch" and kind != "mps" else "float32"
+        dtype = "float64" if backend == "torch" else "float32"
     return backend, dtype
 
 

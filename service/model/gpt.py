@@ -26,12 +26,11 @@ def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tup
     Angles are fp64, so they are accurate at any text length.
     """
     hs = config.head_dim
-    device = torch.device("cpu") if positions.device.type == "mps" else positions.device  # MPS has no fp64
-    half = torch.arange(0, hs, 2, dtype=torch.float64, device=device) / hs
-    angles = positions.to(device).double()[..., None] * config.rope_theta**-half  # (..., T, hs/2)
+    half = torch.arange(0, hs, 2, dtype=torch.float64, device=positions.device) / hs
+    angles = positions.double()[..., None] * config.rope_theta**-half  # (..., T, hs/2)
     cos, sin = angles.cos(), angles.sin()
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    return cos.to(positions.device, dtype), sin.to(positions.device, dtype)
+    return cos.to(dtype), sin.to(dtype)
 
 
 def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -1,4 +1,5 @@
 import functools
+import os
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,11 @@ def draw_once(out: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def apart(tmp_path, monkeypatch):
-    """A cache and downloads per test; torch's thread count is restored; the machine's speed is measured once."""
+    """A cache and downloads per test; torch's thread count is restored; the machine's speed is measured once.
+
+    No file is forced to the disk: no test here cuts the power, and test_folders.py sees what would be forced.
+    """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CHARGPT_DATA_DIR", raising=False)
     monkeypatch.setattr(loop, "matmul_peak", PEAK)

@@ -2,10 +2,11 @@
 
 import hashlib
 import importlib.metadata
+import io
 import json
 import math
-import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -398,15 +399,16 @@ def test_a_closed_pipe_ends_the_command_silently(checkpoint):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
         process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait(timeout=60) == 141
+        assert process.stderr.read() == b"" and process.wait() == 141
 
 
-def test_an_encoding_that_lacks_a_character_gets_its_escape(tmp_path):
+def test_an_encoding_that_lacks_a_character_gets_its_escape(tmp_path, monkeypatch):
     save_random(tmp_path, "ä→\n")
-    command = [sys.executable, "-m", "training", "sample", "--checkpoint", tmp_path, "--max-tokens", "50"]
-    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "latin-1"}, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.decode("latin-1").replace("\\u2192", "→")) <= set("ä→\n") and b"\\u2192" in done.stdout
+    monkeypatch.setattr(sys, "stdout", stdout := io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    assert call(["sample", "--checkpoint", tmp_path, "--max-tokens", 50]) == 0
+    stdout.flush()
+    output = stdout.buffer.getvalue().decode("latin-1")
+    assert set(output.replace("\\u2192", "→")) <= set("ä→\n") and "\\u2192" in output
 
 
 # report
@@ -429,7 +431,8 @@ def test_report_compares_generated_text_with_the_validation_split(checkpoint, te
 def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output_of, error_of, capsys):
     names = [f"{a}{b}" for a in ("an", "be", "ca", "do", "el") for b in ("", "na", "ra", "mo")]
     (tmp_path / "names.txt").write_text("\n".join(names))
-    few = ["--steps", 40, "--block-size", 8, "--n-layer", 2, "--threads", 1, "--dtype", "float32", "--eval-every", 40]
+    few = ["--steps", 40, "--block-size", 8, "--n-layer", 2, "--n-embd", 32, "--n-head", 2, "--n-kv-head", 1]
+    few += ["--threads", 1, "--dtype", "float32", "--eval-every", 40, "--sample-chars", 0]
     command = ["train", "--records", "--preset", "quick", "--data", tmp_path / "names.txt", "--out", tmp_path / "out"]
     assert not call([*command, *few])
     report = ["report", "--checkpoint", tmp_path / "out" / "best", "-n", 50]
@@ -440,6 +443,7 @@ def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output
         return {cells[1].strip(): [float(cell) for cell in cells[2:4]] for cells in lines}
 
     found = rows("--command", "grep -v o")
+    report[2] = shutil.copytree(tmp_path / "out" / "best", tmp_path / "alone")  # without a log, there are no curves
     sampled = output_of("sample", "--checkpoint", tmp_path / "out" / "best", "-n", 50).splitlines()
     corpus = prepare(str(tmp_path / "names.txt"), records=True)
     known = set(corpus.tokenizer.decode(corpus.train).split())
@@ -469,7 +473,7 @@ def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output
     novel = output_of(*command).splitlines()
     assert len(set(novel)) == 20 and not {*novel} & (known | names)
     first = [name for name in dict.fromkeys(sampled) if name and name not in known | names]
-    assert novel[: len(first)] == first
+    assert novel[: len(first)] == first[: len(novel)]
     capsys.readouterr()
     command = ["sample", "--checkpoint", tmp_path / "out" / "best", "-n", 20, "--novel", "--temperature", 0.01]
     assert call(command) == 1 and "distinct" not in (error := capsys.readouterr().err), error

@@ -1,7 +1,6 @@
 """Runs that learn from teachers: what is learned, whom they refuse, and resuming."""
 
 import random
-import signal
 
 import pytest
 import torch
@@ -11,12 +10,10 @@ from tests import reference
 from tests.helpers import call, save_random
 from tests.training.runs import STEPS, crash, flags, resume, start, tiny, weights
 from training.config import ConfigError
-from training.data import IGNORED, prepare, sampler_of
-from training.distill import Teachers
+from training.data import IGNORED, prepare
 from training.distributed import World
 from training.evaluate import whole_loss
 from training.loop import Run
-from training.run import InterruptedRun
 from training.state import ResumeError
 
 TEXT = "".join(random.Random(1).choices("abcd\n", weights=[8, 4, 2, 1, 1], k=4000))
@@ -58,41 +55,6 @@ def test_the_loss_is_that_against_the_teachers_mean(tmp_path):
     assert run.loss(idx, targets).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_repeats_goes_through_the_teachers_once(tmp_path, monkeypatch):
-    """Their predictions are of a streamed text, here in two pieces."""
-    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 1)
-    (tmp_path / "text.txt").write_text(TEXT[:250])
-    run = run_of(config(tmp_path, dropout=0.0), tmp_path / "out")
-    assert run.table_pays and not run_of(config(tmp_path, steps=13), tmp_path / "out").table_pays  # in 2 × 27 windows
-    ids = run.corpus.train.tolist()
-    taught = [reference.logits(tmp_path / f"teacher{seed}", ids[:-1]) for seed in (1, 2)]
-    mean = torch.tensor([[reference.softmax(place) for place in each] for each in taught]).mean(dim=0)
-    run.table = run.teachers.table(run.corpus.train)
-    torch.testing.assert_close(run.table.float(), mean.float(), atol=1e-3, rtol=0)
-    with torch.no_grad():
-        run.model.head.weight.normal_()
-    run.received = []  # signals
-    places = sampler_of(run.corpus, 8, run.config.seed).next_places(run.rows)
-    places = torch.from_numpy(places).reshape(-1, run.config.window_at(0))
-    own = run.model(torch.tensor(ids)[places]).log_softmax(-1)
-    assert run.step() == pytest.approx(-(mean[places] * own).sum().item() / places.numel(), rel=1e-3)
-
-
-def test_a_signal_while_the_teachers_read_saves_first(tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text(TEXT[:250])
-
-    def stopped(teachers, ids, advance):
-        signal.raise_signal(signal.SIGTERM)
-        advance(1)
-
-    with monkeypatch.context() as patch, pytest.raises(InterruptedRun, match="SIGTERM: saved at step 0 of 24; resume"):
-        patch.setattr(Teachers, "table", stopped)
-        start(config(tmp_path), tmp_path / "out")
-    resume(tmp_path / "out")
-    start(config(tmp_path), tmp_path / "whole")
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
-
-
 def test_a_fine_tuned_run_takes_teachers_of_its_vocabulary(tmp_path):
     """That of the checkpoint it starts from, with the characters added."""
     save_random(tmp_path / "origin", "\nabc", n_head=2, n_kv_head=1)
@@ -105,10 +67,7 @@ def test_a_fine_tuned_run_takes_teachers_of_its_vocabulary(tmp_path):
     assert call([*command, "--out", tmp_path / "b", "--teachers", tmp_path / "sorted"]) == 1
 
 
-@pytest.mark.parametrize("repeated", [False, True])
-def test_a_run_with_teachers_resumes_to_the_same_bytes(tmp_path, repeated):
-    if repeated:
-        (tmp_path / "text.txt").write_text(TEXT[:250])
+def test_a_run_with_teachers_resumes_to_the_same_bytes(tmp_path):
     start(config(tmp_path), tmp_path / "whole")
     with crash(13):
         start(config(tmp_path), tmp_path / "out")

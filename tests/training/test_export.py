@@ -18,9 +18,16 @@ def ids(rows, length):
     return torch.randint(len(VOCABULARY), (rows, length), generator=torch.Generator().manual_seed(0))
 
 
-def test_onnxruntime_gives_the_same_logits(checkpoint, tmp_path):
+def with_unknown(folder):
+    tokenizer = CharTokenizer(sorted([*VOCABULARY, UNKNOWN, "😀"]), has_unknown=True)
+    save_checkpoint(folder, random_model(vocab_size=tokenizer.vocab_size), tokenizer, {"losses": {}})
+    return Checkpoint.read(folder)
+
+
+def test_onnxruntime_gives_the_same_logits(tmp_path):
     import onnxruntime
 
+    checkpoint = with_unknown(tmp_path / "ck")
     export(checkpoint, "onnx", tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     model = checkpoint.load_model()
@@ -28,7 +35,8 @@ def test_onnxruntime_gives_the_same_logits(checkpoint, tmp_path):
         idx = ids(rows, length)
         (logits,) = session.run(["logits"], {"idx": idx.numpy()})
         np.testing.assert_allclose(logits, model(idx), rtol=0, atol=1e-3)
-    assert session.get_modelmeta().custom_metadata_map["vocabulary"] == "".join(VOCABULARY)
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert (metadata["vocabulary"], metadata["unknown"]) == ("".join(checkpoint.tokenizer.characters), UNKNOWN)
 
 
 def test_gguf_has_the_same_tensors_and_vocabulary(checkpoint, tmp_path):
@@ -70,15 +78,12 @@ def load_gguf(file):
     return contextlib.closing(llama_cpp.Llama(str(file), **options))
 
 
-def test_exports_name_the_unknown_symbol(tmp_path):
-    import onnx
+def test_gguf_names_the_unknown_symbol(tmp_path):
     from gguf import GGUFReader, TokenType
 
-    tokenizer = CharTokenizer(sorted([*VOCABULARY, UNKNOWN, "😀"]), has_unknown=True)
-    model = random_model(vocab_size=tokenizer.vocab_size)
-    save_checkpoint(tmp_path / "ck", model, tokenizer, {"losses": {}})
-    for format in ("gguf", "onnx"):
-        export(Checkpoint.read(tmp_path / "ck"), format, tmp_path / f"model.{format}")
+    checkpoint = with_unknown(tmp_path / "ck")
+    tokenizer = checkpoint.tokenizer
+    export(checkpoint, "gguf", tmp_path / "model.gguf")
     fields = {name: it.contents() for name, it in GGUFReader(tmp_path / "model.gguf").fields.items()}
     unknown = tokenizer.unknown_id
     assert fields["tokenizer.ggml.unknown_token_id"] == unknown == tokenizer.vocab_size - 2
@@ -86,8 +91,6 @@ def test_exports_name_the_unknown_symbol(tmp_path):
     types = fields["tokenizer.ggml.token_type"]
     assert [id for id, kind in enumerate(types) if kind != TokenType.NORMAL] == [unknown]
     assert types[unknown] == TokenType.UNKNOWN
-    metadata = {entry.key: entry.value for entry in onnx.load(tmp_path / "model.onnx").metadata_props}
-    assert metadata["unknown"] == UNKNOWN and metadata["vocabulary"].index(UNKNOWN) == unknown
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.toolbox.launch import ROOT
 PYTHON = """#!/bin/sh
 case "$1" in
   -c) exec {python} "$@" ;;
-  -m) printf '%s\\n' "$@" > arguments; printf '%s\\n%s\\n' "$MADE_BY" "$MADE_OUT" > made ;;
+  -m) printf '%s\\n' "$@" > arguments ;;
 esac
 """
 
@@ -76,17 +76,6 @@ def test_a_run_is_named_after_its_text_and_the_next_command_serves_it(make, vari
         assert following == "make serve CHECKPOINT=checkpoints/my/best"  # as README's next line
     arguments, _ = make(following)
     assert arguments == ["-m", "service", "--checkpoint", f"checkpoints/{name}/best"]
-
-
-@pytest.mark.parametrize(
-    "variables", ["", "DATA=../my.txt", "DATA=../my.txt PRESET=quick NAME='my own'", 'DATA="it\'s.txt"']
-)
-def test_the_command_that_made_a_run_is_known_to_it(make, tmp_path, variables):
-    """Typed again it is the same command."""
-    arguments, _ = make(f"make train {variables}")
-    command, out = (tmp_path / "made").read_text().splitlines()
-    assert command.count("=") == variables.count("=") and out == arguments[arguments.index("--out") + 1]
-    assert make(f"{command} ARGS=--resume")[0] == [*arguments, "--resume"]
 
 
 def test_serve_offers_what_was_trained_last(make, tmp_path):

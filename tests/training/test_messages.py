@@ -1,4 +1,4 @@
-"""What refusals name can be typed as it is: with make, with a path that has spaces, by this Python."""
+"""What refusals name can be typed as it is: with a path that has spaces, by this Python."""
 
 import shlex
 import shutil
@@ -6,57 +6,29 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from service import installing
 from tests.helpers import call
-from tests.training.runs import SHAPE, STEPS, TEXT, flags
+from tests.training.runs import SHAPE, STEPS, flags
 from training.messages import resume_command
 
 SETTINGS = flags(**SHAPE, **STEPS, dtype="float32")
 
 
-@pytest.fixture
-def trained(tmp_path, monkeypatch):
-    """The flags of a run in a folder with a space, from the folder that holds its text; it has ended."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text(TEXT)
-    command = ["train", "--data", "text.txt", "--out", "checkpoints/my text", *SETTINGS]
-    assert call(command) == 0
-    return command
-
-
-def test_a_second_make_train_names_its_three_ways(trained, monkeypatch, capsys):
-    assert call(trained) == 1
-    error = capsys.readouterr().err
-    assert "pass --resume to continue that run, --overwrite to replace it, or another --out\n" in error
-    monkeypatch.setenv("MADE_BY", "make train DATA='my text'")
-    assert call(trained) == 1
-    error = capsys.readouterr().err
-    ways = "ARGS=--resume to continue that run, ARGS=--overwrite to replace it, or NAME=… to keep it"
-    assert error.endswith(f"log.jsonl, loss.png; give make {ways}\n")
-    monkeypatch.setenv("MADE_ARGS", "--resume --threads 1")
-    assert call(trained) == 1
-    assert "give make ARGS='--threads 1 --resume' to continue" in capsys.readouterr().err
-    assert call(["train", "--data", "absent.txt", "--out", "other"]) == 1
-    error = capsys.readouterr().err
-    assert "--data takes UTF-8 files" in error
-    assert "\nWith make, --data is DATA=…, --out is NAME=…, --preset is PRESET=…, --minutes is MINUTES=…, " in error
+def test_a_second_run_in_a_folder_names_its_three_ways(tmp_path, capsys):
+    ways, command = "--overwrite to replace it, or another --out\n", ["train", *SETTINGS, "--out", tmp_path]
+    (tmp_path / "log.jsonl").touch()
+    assert call(command) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path} already contains log.jsonl; pass {ways}"
+    (tmp_path / "last").mkdir()
+    assert call(command) == 1
+    said = f"already contains last, log.jsonl; pass --resume to continue that run, {ways}"
+    assert capsys.readouterr().err == f"error: {tmp_path} {said}"
 
 
 def test_resuming_is_said_as_the_run_was_started(monkeypatch):
     out = Path("checkpoints/my text")
     assert resume_command(out, 1, {}).endswith(" -m training train --resume --out 'checkpoints/my text'")
-    monkeypatch.setenv("MADE_BY", "make train DATA='my text'")
-    monkeypatch.setenv("MADE_OUT", str(out))
-    assert resume_command(out, 1, {}) == "make train DATA='my text' ARGS=--resume"
-    assert resume_command(out, 1, {"steps": 9}) == "make train DATA='my text' ARGS='--resume --steps 9'"
-    monkeypatch.setenv(
-        "MADE_ARGS", "--seed 3 --overwrite --data 'a b'"
-    )  # with make's preset, all settings are compared
-    _, *variables = shlex.split(resume_command(out, 1, {}))
-    assert variables[-1] == "ARGS=--seed 3 --data 'a b' --resume"
-    assert resume_command(Path("other"), 1, {}).endswith("train --resume --out other")  # by --out in ARGS
+    assert resume_command(out, 1, {"steps": 9}).endswith(" --out 'checkpoints/my text' --steps 9")
     assert resume_command(out, 2, {}).startswith("torchrun ")
     monkeypatch.setattr(sys, "argv", ["chargpt"])
     command, *_ = shlex.split(resume_command(Path("other"), 1, {}))
