@@ -1,4 +1,5 @@
 import itertools
+import math
 import random
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from service.engine.scheduler import BusyError, Scheduler, reserved_slots
 from service.engine.sequence import Sequence, StopMatcher
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
-from service.wire import Submit
+from service.wire import Submit, sequence_id
 
 
 def sequence(id, prompt=3, max_tokens=5, **options):
@@ -151,15 +152,17 @@ def test_sequences_keep_their_slots_under_random_events(seed):
 
 
 def test_sequences_with_a_guide_are_counted_while_they_decode():
-    scheduler, pattern = Scheduler(3, 9, CONFIG), compile_regex("a*", "abcdefghi").pack()
-    for id, options in enumerate(({}, {"constraint": pattern}, {"constraint": pattern, "constrains_first": True})):
+    scheduler, pattern = Scheduler(5, 9, CONFIG), compile_regex("a*", "abcdefghi").pack()
+    guided = {"constraint": pattern}
+    for id, options in enumerate(({}, guided, guided, guided, guided | {"constrains_first": True})):
         scheduler.add(sequence(id, **options))
     assert scheduler.num_guided == 0
     run(scheduler, scheduler.schedule(0.0, 99))
-    assert scheduler.num_guided == 1
-    for id in range(3):
+    counts = [scheduler.num_guided]
+    for id in range(5):
         scheduler.finish(id, "abort")
-    assert scheduler.num_guided == 0
+        counts.append(scheduler.num_guided)
+    assert counts == [3, 3, 2, 1, 0, 0]
 
 
 def test_the_slot_that_was_unused_for_longest_goes_first():
@@ -213,6 +216,15 @@ def test_the_search_for_a_shared_beginning_ends_at_the_first_slot_that_shares_al
     scheduler.contents.num_compared = 0
     assert scheduler.contents.find(sequence(64, prompt=100)) == (0, 99, True)
     assert scheduler.contents.num_compared == 99
+
+
+def test_sequences_expire_at_their_deadlines():
+    scheduler, large = Scheduler(1, 10, CONFIG), sequence_id(1, 0)
+    for id, seconds in {0: 30.0, large: 10.0, large + 1: 20.0, 1: 1000.0, 2: math.inf}.items():
+        added = sequence(id, timeout_seconds=seconds)
+        added.deadline = seconds  # as if it had come at 0
+        scheduler.add(added)
+    assert [scheduler.expired(now) for now in (9.0, 10.0, 11.0, 30.0)] == [[], [large], [], [large + 1, 0]]
 
 
 def test_ended_sequences_are_removed_from_the_queue_and_from_the_deadlines():
@@ -452,15 +464,15 @@ def test_newcomers_do_not_wait_until_a_refund_is_used_up():
 
 
 def test_the_queue_keeps_places_for_clients_that_use_few():
-    scheduler = fair(2, max_waiting=8)
-    fill(scheduler, 10)
+    scheduler = fair(2, max_waiting=10)
+    fill(scheduler, 12)
     assert refuses(scheduler, "flood")
     started(scheduler)
     fill(scheduler, 1, client="new", first=20)
     assert started(scheduler) == [20]  # the reserved slot
     fill(scheduler, 2, client="new", first=21)
     assert refuses(scheduler, "new") and refuses(scheduler, "other")
-    assert scheduler.num_waiting == 8 + 8 // 4
+    assert scheduler.num_waiting == 10 + 10 // 4
 
 
 def test_places_in_the_queue_are_shared_by_weight():
@@ -492,6 +504,7 @@ def test_the_expected_wait_counts_who_comes_before():
     scheduler = fair(4)
     request = sequence(0, client="new").request
     assert scheduler.expected_wait(request, None) == scheduler.expected_wait(request, 2.0) == 0.0
+    assert Scheduler(1, 10, CONFIG).expected_wait(request, 2.0) == 0.0  # a free slot, none reserved
     fill(scheduler, 24, first=1)
     started(scheduler)
     flood = sequence(0, client="flood").request
