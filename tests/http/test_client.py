@@ -158,6 +158,36 @@ async def test_the_time_per_character_is_that_after_the_first_ones(peer, counts)
     assert generation.timing.seconds_per_character == (pytest.approx(6.0 * len(counts) / later) if later else None)
 
 
+async def test_idle_workers_take_turns_and_busy_ones_get_equally_many(sockets):
+    """One of them once got all requests that came one after the other."""
+    workers, received = [WorkerSide(sockets, number) for number in range(2)], [0, 0]
+    state = SharedState(workers=2)
+    for name in state.worker_names:
+        state.beat(name)
+    metrics = Metrics("m", CollectorRegistry(), "http-0")
+    client = EngineClient(sockets, 0, metrics, state)
+    checkpoint = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
+    model = Model(Version(1, "m", "", "", ""), checkpoint, 0, 1000, PatternThread())
+    model.metrics = metrics.of("m")
+
+    async def until(condition):
+        while not condition():
+            for number, worker in enumerate(workers):
+                received[number] += sum(isinstance(it, Submit) for _, it in worker.receive(block=False))
+            await asyncio.sleep(0)
+
+    async with client.connected():
+        await until(lambda: len(client._sockets.connected_workers) == 2)
+        for count in range(1, 11):
+            generation = client.start(model, [submit([0])], time.monotonic())
+            await until(lambda count=count: sum(received) == count)
+            if count <= 6:
+                generation.abort()
+                assert received == [count // 2, count // 2] or count % 2
+        assert received == [5, 5] and [state.load(worker) for worker in range(2)] == [2, 2]
+        metrics.flush()
+
+
 async def test_a_prompt_travels_without_what_no_logit_depends_on(peer):
     """A penalty is told what was in it; the request itself keeps the whole prompt."""
     prompt, field = [0, 1] * 20, CONFIG.receptive_field
