@@ -51,7 +51,7 @@ def started(engine, image, checkpoint, **options):
 
 def healthy(container):
     """The URL of a container, once it is healthy."""
-    wait_until(lambda: container.reload() or container.health == "healthy", 120, lambda: container.logs().decode())
+    wait_until(lambda: container.reload() or container.health == "healthy", otherwise=lambda: container.logs().decode())
     return f"http://127.0.0.1:{container.ports['8000/tcp'][0]['HostPort']}"
 
 

@@ -18,7 +18,7 @@ from service.model.params import SamplingParams
 from service.settings import BUNDLED
 from service.wire import Submit, floats
 from tests.bench import engine as bench_engine
-from tests.helpers import RunningServer, random_model, save_random, wait_until
+from tests.helpers import PATIENCE, RunningServer, random_model, save_random, wait_until
 from tests.model.test_sampling import random_params
 from tests.toolbox.launch import ServerError
 
@@ -291,7 +291,7 @@ def test_out_of_memory_is_one_sentence(tmp_path):
     save_random(tmp_path / "m", block_size=4096, n_layer=24, n_embd=1024, n_head=8, n_kv_head=8)
     with RunningServer(tmp_path / "m", accelerator="cuda", max_running_requests=4096) as server:
         with pytest.raises(ServerError):
-            server.wait_until_ready(120)
+            server.wait_until_ready()
         assert "out of memory on cuda:0 with 4096 slots" in server.output()
         assert "Traceback" not in server.output()
 
@@ -310,11 +310,11 @@ def test_a_killed_worker_is_replaced_and_two_http_processes_answer_the_same_text
     with RunningServer(BUNDLED, accelerator="cuda", http_processes=2) as server:
 
         def ask():
-            return httpx.post(server.url + "/generate", json=body, timeout=60)
+            return httpx.post(server.url + "/generate", json=body, timeout=PATIENCE)
 
-        server.wait_until_ready(120)
+        server.wait_until_ready()
         text = ask().json()["choices"][0]["text"]
         assert httpx.get(server.url + "/info").json()["backend"] == "cuda"
         server.worker().kill()
-        wait_until(lambda: all(ask().status_code == 200 for _ in range(10)), 120)
+        wait_until(lambda: all(ask().status_code == 200 for _ in range(10)))
         assert {ask().json()["choices"][0]["text"] for _ in range(10)} == {text}
