@@ -158,7 +158,7 @@ async def test_the_time_per_character_is_that_after_the_first_ones(peer, counts)
     assert generation.timing.seconds_per_character == (pytest.approx(6.0 * len(counts) / later) if later else None)
 
 
-async def test_idle_workers_take_turns_and_busy_ones_get_equally_many(sockets):
+async def test_idle_workers_take_turns_and_come_before_busy_ones(sockets):
     """One of them once got all requests that came one after the other."""
     workers, received = [WorkerSide(sockets, number) for number in range(2)], [0, 0]
     state = SharedState(workers=2)
@@ -178,13 +178,25 @@ async def test_idle_workers_take_turns_and_busy_ones_get_equally_many(sockets):
 
     async with client.connected():
         await until(lambda: len(client._sockets.connected_workers) == 2)
-        for count in range(1, 11):
+
+        async def started():
+            """A sequence, and the number of its worker."""
+            before = received.copy()
             generation = client.start(model, [submit([0])], time.monotonic())
-            await until(lambda count=count: sum(received) == count)
-            if count <= 6:
-                generation.abort()
-                assert received == [count // 2, count // 2] or count % 2
-        assert received == [5, 5] and [state.load(worker) for worker in range(2)] == [2, 2]
+            await until(lambda: received != before)
+            return generation, received[1] - before[1]
+
+        numbers = []
+        for _ in range(6):
+            generation, number = await started()
+            generation.abort()
+            numbers.append(number)
+        assert numbers in ([0, 1] * 3, [1, 0] * 3)
+        _, busy = await started()
+        for _ in range(3):
+            generation, number = await started()
+            assert number != busy
+            generation.abort()
         metrics.flush()
 
 
