@@ -32,13 +32,22 @@ FOLDER = Path(__file__).parent
 ON_DEMAND = ("chaos", "cuda", "slow", "tools")
 
 # The files that take longest come first, so that none of them is left for one of several processes at the end.
-# test_swarm.py not while test_compose.py runs.
+# test_swarm.py not while test_compose.py runs. test_api.py stands for all of TOGETHER.
 LONGEST = """
-    deploy/test_compose.py bench/test_bench.py deploy/test_container.py test_supervision.py test_server.py
-    deploy/test_proxies.py http/test_memory.py training/test_training.py load/test_load.py chaos/test_chaos.py
-    http/test_page.py engine/test_engine.py http/test_protocol.py engine/test_native.py test_checkpoints.py
-    deploy/test_swarm.py training/test_distributed.py
-    deploy/test_deploy.py training/test_commands.py http/test_openapi.py observe/test_tracing.py test_install.py
+    deploy/test_compose.py bench/test_bench.py deploy/test_container.py http/test_api.py training/test_training.py
+    test_supervision.py deploy/test_proxies.py http/test_page.py engine/test_engine.py test_server.py
+    http/test_bodies.py test_checkpoints.py http/test_prefix_leaks.py training/test_distributed.py
+    http/test_attacks.py http/test_protocol.py deploy/test_swarm.py training/test_commands.py http/test_lease.py
+    http/test_exact.py engine/test_draw.py engine/test_native.py test_changed_model.py engine/test_cuda.py
+    training/test_score.py observe/test_tracing.py http/test_jdk.py observe/test_metrics.py observe/test_logs.py
+    constrain/test_regex.py training/test_plan.py training/test_export.py http/test_framing.py http/test_openapi.py
+    deploy/test_kubernetes.py deploy/test_deploy.py test_blocks.py test_install.py
+""".split()
+
+# For one process of several: importing transformers takes seconds.
+TOGETHER = """
+    http/test_api.py model/test_checkpoint.py model/test_model.py model/test_sampling.py http/test_records.py
+    training/test_min_count.py test_end_to_end.py
 """.split()
 
 
@@ -56,10 +65,23 @@ def pytest_xdist_auto_num_workers() -> int:
     return available_cpus() + 1
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay in one process, and so do those of TOGETHER."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid).removeprefix("tests/")
+            return TOGETHER[0] if file in TOGETHER else file
+
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects tests with a marker of ON_DEMAND unless -m names that marker; puts the LONGEST files first."""
     rank = {FOLDER / name: number for number, name in enumerate(LONGEST)}
-    assert all(path.is_file() for path in rank), rank
+    assert all((FOLDER / name).is_file() for name in (*LONGEST, *TOGETHER))
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
     unrequested = {marker for marker in ON_DEMAND if marker not in config.option.markexpr}
     deselected = [item for item in items if unrequested & {mark.name for mark in item.iter_markers()}]

@@ -23,6 +23,7 @@ from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.shared import REASONS
 from service.wire import Logprobs
+from tests.toolbox.http import PATIENCE
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import CORPUS as CORPUS
 from tests.toolbox.needs import program
@@ -30,7 +31,7 @@ from training.saving import save_checkpoint
 
 # A connection per request, as httpx.get makes, without reading the system's certificates each time (25 ms).
 # "close" ends it with its answer: an idle one, httpcore may hand to one thread while it closes it for another.
-web = httpx.Client(headers={"Connection": "close"}, limits=httpx.Limits(max_connections=None))
+web = httpx.Client(headers={"Connection": "close"}, limits=httpx.Limits(max_connections=None), timeout=PATIENCE)
 
 VOCABULARY = sorted("\n !'.,:;?" + string.ascii_letters)
 
@@ -40,6 +41,10 @@ ENDLESS = 100_000_000
 
 # For such requests: no limit on memory by estimate.
 UNBOUNDED = {"max_request_bytes": 1 << 50, "max_held_bytes": 1 << 50}
+
+# Limits that a slow machine must not reach; a test that needs one sets its own.
+PATIENT = {"hang_seconds": 120, "max_queue_seconds": 3600, "drain_seconds": PATIENCE}
+PATIENT |= {"header_timeout_seconds": 120, "body_timeout_seconds": 120}
 
 # Of a random model that takes seconds for a few hundred characters, for requests that must still run when a test looks
 # and then end by themselves.
@@ -103,7 +108,7 @@ def call(arguments: Iterable[object]) -> int | str | None:
 def refusal(*flags: object) -> str:
     """What `python -m service` says on stderr with flags that it must reject."""
     command = [sys.executable, "-m", "service", *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (2, ""), done
     return done.stderr
 
@@ -113,7 +118,7 @@ class RunningServer(Program):
 
     def __init__(self, checkpoint: Path, program: tuple[str, ...] = ("-m", "service"), **settings: Any):
         port = settings.setdefault("port", free_port())
-        settings = {"checkpoint": checkpoint, "threads": 1, "max_tokens": ENDLESS} | UNBOUNDED | settings
+        settings = {"checkpoint": checkpoint, "threads": 1, "max_tokens": ENDLESS} | UNBOUNDED | PATIENT | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         super().__init__([sys.executable, *program, *flags], port, "/readyz", start_new_session=True)
         self.client = web  # with TLS: one that trusts the certificate
@@ -151,10 +156,10 @@ class RunningServer(Program):
 
         wait_until(have_ended, otherwise=lambda: self.endings())
 
-    def wait_until_metric(self, name: str, value: float, timeout: float = 30, **labels: str) -> None:
+    def wait_until_metric(self, name: str, value: float, timeout: float = PATIENCE, **labels: str) -> None:
         wait_until(lambda: self.metric(name, **labels) == value, timeout, f"{name} did not become {value}")
 
-    def stop(self, timeout: float = 30) -> int:
+    def stop(self, timeout: float = PATIENCE) -> int:
         """Sends SIGTERM, waits until every process has ended and returns the exit status."""
         self.process.terminate()
         status = self.process.wait(timeout)
@@ -206,6 +211,19 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
+def timed_out_stream(
+    server: RunningServer, path: str, body: dict[str, object], seconds: Iterable[float] = (0.1, 1.0, 10.0, 100.0)
+) -> httpx.Response:
+    """A stream, already read, that reached its time limit after it had begun: on a slow machine, with more time."""
+    for limit in seconds:
+        body = body | {"stream": True, "timeout_seconds": limit}
+        response = web.post(server.url + path, json=body)
+        if response.status_code == 200:
+            return response
+        assert response.status_code == 504, response.text  # before it began
+    raise AssertionError("it did not begin")
+
+
 def http_processes(server: RunningServer) -> list[psutil.Process]:
     """In order of their numbers."""
     found = {}
@@ -220,7 +238,7 @@ def logprobs_of(values: Iterable[float], top_ids: Iterable[int] = (), top_values
     return Logprobs(bytearray(array("d", values)), bytearray(array("I", top_ids)), bytearray(array("d", top_values)))
 
 
-def wait_until(condition: Callable[[], Any], timeout: float = 30, otherwise: object = "timed out") -> Any:
+def wait_until(condition: Callable[[], Any], timeout: float = PATIENCE, otherwise: object = "timed out") -> Any:
     """Polls `condition` until it returns a true value, and returns that. The timeout is only a safety net.
 
     otherwise: the assertion message, or a function that returns it.

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from service.engine import native
+from service.engine.backends import open_runner
+from service.engine.selfcheck import SelfCheckError, check
 from service.model.checkpoint import Checkpoint
 from tests.helpers import call, web
 from tests.toolbox.launch import ROOT, Program, ServerError, free_port
@@ -17,13 +19,23 @@ from tests.training.runs import SHAPE, STEPS, TEXT, flags
 SILU, RELU2 = "F.silu(gate) * up", "F.relu(gate).square() * up"
 ATTENTION = "gate / (1 + np.exp(-gate)) * up", "np.maximum(gate, 0) ** 2 * up"
 PROMPT = "the cat "
+COMMANDS = """
+import sys
+from training.__main__ import main
+first, second = sys.argv[1:sys.argv.index("+")], sys.argv[sys.argv.index("+") + 1:]
+sys.argv[1:] = first
+assert main() == 0
+print("+", flush=True)
+sys.argv[1:] = second
+sys.exit(main())
+"""
 
 
 def python(tree: Path, *arguments: object) -> str:
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    return done.stderr + done.stdout
 
 
 def replace(file: Path, old: str, new: str) -> None:
@@ -40,8 +52,9 @@ def changed(tmp_path_factory):
     replace(folder / "tree/service/model/gpt.py", SILU, RELU2)
     (folder / "text.txt").write_text(TEXT)
     settings = flags(data=folder / "text.txt", out=folder / "run", **SHAPE, **STEPS)
-    printed = python(folder / "tree", "-m", "training", "train", *settings)
-    return SimpleNamespace(tree=folder / "tree", checkpoint=folder / "run" / "best", printed=printed)
+    sampling = flags(checkpoint=folder / "run" / "best", prompt=PROMPT, max_tokens=60, seed=5)
+    printed, text = python(folder / "tree", "-c", COMMANDS, "train", *settings, "+", "sample", *sampling).split("+\n")
+    return SimpleNamespace(tree=folder / "tree", checkpoint=folder / "run" / "best", printed=printed, text=text)
 
 
 def served(tree: Path, checkpoint: Path, backend: str) -> Program:
@@ -67,29 +80,33 @@ def test_the_default_backend_refuses_it_and_names_the_one_that_serves_it(changed
 
 
 def test_torch_serves_what_the_command_samples(changed):
-    text = python(changed.tree, "-m", "training", "sample", "--checkpoint", changed.checkpoint, "--prompt", PROMPT,
-                  "--max-tokens", 60, "--seed", 5)  # fmt: skip
     with served(changed.tree, changed.checkpoint, "torch") as server:
         server.wait_until_ready()
         body = {"prompt": PROMPT, "max_tokens": 60, "seed": 5}
         answer = web.post(f"{server.url}/generate", json=body).raise_for_status().json()
-        assert PROMPT + answer["choices"][0]["text"] + "\n" == text
+        assert PROMPT + answer["choices"][0]["text"] + "\n" == changed.text
         weights = web.post(f"{server.url}/v1/attention", json={"text": "cat"})
     assert weights.status_code == 400
     assert "model: was trained with a changed gpt.py, which service/model/attention.py does not" in weights.text
 
 
-def test_with_the_reference_changed_alike_torch_shows_attention(changed, tmp_path):
-    shutil.copytree(changed.tree, tmp_path / "tree")
-    replace(tmp_path / "tree/service/model/attention.py", *ATTENTION)
-    with served(tmp_path / "tree", changed.checkpoint, "torch") as server:
-        server.wait_until_ready()
-        assert web.post(f"{server.url}/v1/attention", json={"text": "cat"}).status_code == 200
+def test_with_the_reference_changed_alike_attention_is_shown(changed):
+    import service.model.attention
+
+    source, checkpoint = Path(service.model.attention.__file__).read_text(), Checkpoint.read(changed.checkpoint)
+    assert source.count(ATTENTION[0]) == 1
+    is_computed = []
+    for text in (source, source.replace(*ATTENTION)):
+        exec(compile(text, "attention.py", "exec"), namespace := {"__name__": "attention"})
+        logits, weights = namespace["logits_of"], checkpoint.load_weights()
+        is_computed.append(checkpoint.is_computed_by(lambda ids: logits(weights, checkpoint.config, ids)))  # noqa: B023
+    assert is_computed == [False, True]
 
 
 def test_the_original_source_tree_refuses_it(changed, capsys):
-    log = refused(ROOT, changed.checkpoint, "torch")
-    assert "backend torch does not compute the model: it was trained with a changed gpt.py, and" in log
+    checkpoint = Checkpoint.read(changed.checkpoint)
+    with pytest.raises(SelfCheckError, match="backend torch does not compute .*: it was trained with a changed gpt.py"):
+        check(open_runner(checkpoint, "torch", "float64", 2, 1), checkpoint)
     assert call(["sample", "--checkpoint", changed.checkpoint]) == 1
     assert "was trained with another service/model/gpt.py" in capsys.readouterr().err
 
@@ -99,4 +116,5 @@ def test_the_changed_tree_refuses_a_checkpoint_of_the_original(changed, tmp_path
     assert call(["train", *settings]) == 0
     assert Checkpoint.read(tmp_path / "run" / "best").probe is not None
     log = refused(changed.tree, tmp_path / "run" / "best", "torch")
-    assert "backend torch does not compute the model: of a text of" in log
+    assert "backend torch does not compute the model: of a text of" in log and "Traceback" not in log
+    assert log.endswith(": no inference process could start; the log says why, unless a signal ended it\n")

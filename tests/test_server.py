@@ -2,15 +2,11 @@
 
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import os
 import re
 import signal
-import statistics
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -34,7 +30,19 @@ from service.placement import (
     torch_build,
 )
 from service.settings import Settings
-from tests.helpers import ENDLESS, VOCABULARY, RunningServer, exact, http_processes, refusal, serving, wait_until, web
+from tests.helpers import (
+    ENDLESS,
+    PATIENCE,
+    VOCABULARY,
+    RunningServer,
+    exact,
+    http_processes,
+    refusal,
+    serving,
+    timed_out_stream,
+    wait_until,
+    web,
+)
 from tests.toolbox.http import answer, pieces, post, sent, text_of
 from tests.toolbox.launch import is_worker
 
@@ -177,7 +185,7 @@ def test_slow_reader_does_not_delay_other_requests(server, checkpoint):
         for _ in range(5):  # while the slow client reads nothing
             other = web.post(f"{server.url}/generate", json={"prompt": "b", "max_tokens": 200, "seed": 2}).json()
             assert other["choices"][0]["text"][:20] == exact(checkpoint, "b", 20, seed=2)
-        server.wait_until_metric("chargpt_num_requests_running", 0, timeout=60)
+        server.wait_until_metric("chargpt_num_requests_running", 0)
         with answer(slow) as response:  # raises if the chunked encoding is incomplete
             text = text_of(pieces(response.read().decode().split("\n")))
     assert len(text) == 6_000
@@ -186,58 +194,37 @@ def test_slow_reader_does_not_delay_other_requests(server, checkpoint):
 
 def test_reader_that_stopped_is_dropped_at_its_deadline(server):
     timeouts = server.metric("chargpt_request_success_total", finished_reason="timeout")
-    body = {"prompt": "a", "max_tokens": 1_000_000, "stream": True, "timeout_seconds": 1, "logprobs": 58}
-    request = post("/generate", body | {"stream_interval": 0})
-    with sent(server.port, request, receive_bytes=4096) as reader, answer(reader) as response:
-        assert response.status == 200
-        server.wait_until_metric("chargpt_http_requests_in_progress", 1)  # only this scrape
-        server.wait_until_metric("chargpt_num_requests_running", 0)
-        assert server.metric("chargpt_request_success_total", finished_reason="timeout") == timeouts + 1
+    for attempt, seconds in enumerate((1, 10, 100), 1):  # a slow machine may need more until the stream begins
+        body = {"prompt": "a", "max_tokens": 1_000_000, "stream": True, "timeout_seconds": seconds, "logprobs": 58}
+        request = post("/generate", body | {"stream_interval": 0})
+        with sent(server.port, request, receive_bytes=4096) as reader, answer(reader) as response:
+            server.wait_until_metric("chargpt_http_requests_in_progress", 1)  # only this scrape
+            server.wait_until_metric("chargpt_num_requests_running", 0)
+            assert server.metric("chargpt_request_success_total", finished_reason="timeout") == timeouts + attempt
+            if response.status == 200:
+                break
+            assert response.status == 504
+    else:
+        pytest.fail("no stream began")
     server.wait_until_all_ended()
 
 
 def test_idle_server_seldom_wakes(server):
-    """Each wake-up costs 0.1 to 1 ms of CPU, by the machine; an event loop that polls wakes thousands of times."""
+    """An event loop that polls wakes thousands of times a second."""
     server.wait_until_metric("chargpt_num_requests_running", 0)
     processes = server.processes()
 
-    def wakes_per_second() -> float:
-        before = sum(p.num_ctx_switches().voluntary for p in processes)
-        time.sleep(2)
-        return (sum(p.num_ctx_switches().voluntary for p in processes) - before) / 2
+    def wakes():
+        return sum(process.num_ctx_switches().voluntary for process in processes)
 
-    found = [wakes_per_second() for _ in range(3)]
-    assert min(found) < 100, found
-
-
-def test_patterns_that_do_not_compile_do_not_delay_others(server):
-    """Each of six threads that compiled them took the GIL for 5 ms: the median was 56 ms, and is 1 ms now."""
-    must_end = threading.Event()
-
-    def compile_all(client):
-        answers = 0
-        for number in itertools.count():
-            if must_end.is_set():
-                return answers
-            pattern = f"{'a?' * (number % 100)}{'b?' * client}" + ".?" * (480 - number % 100 - client)
-            with sent(server.port, post("/generate", {"prompt": "a", "regex": pattern})) as connection:
-                with answer(connection) as response:
-                    assert response.status == 400 and b"takes more than" in response.read()
-            answers += 1
-
-    seconds = []
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        compiling = [pool.submit(compile_all, client) for client in range(16)]
-        with sent(server.port, b"") as connection:
-            for _ in range(100):
-                began = time.monotonic()
-                connection.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
-                seconds.append(time.monotonic() - began)
-                time.sleep(0.01)
-        must_end.set()
-        assert sum(it.result() for it in compiling) > 16
-    assert statistics.median(seconds) < 0.02, sorted(seconds)
+    fewest = []
+    for _ in range(5):  # what else the tests have left to do may wake it
+        before, since = wakes(), time.monotonic()
+        time.sleep(0.5)
+        fewest.append((wakes() - before) / (time.monotonic() - since))
+        if fewest[-1] < 100:
+            return
+    pytest.fail(f"wakes per second: {fewest}")
 
 
 # -- overload, timeouts, shutdown --
@@ -251,7 +238,7 @@ def test_full_queue_returns_429(checkpoint):
             with web.stream("POST", f"{server.url}/generate", json=long) as running:
                 assert running.status_code == 200
                 server.wait_until_metric("chargpt_num_requests_running", 1)
-                waiting = pool.submit(httpx.post, f"{server.url}/generate", json=short, timeout=60)
+                waiting = pool.submit(web.post, f"{server.url}/generate", json=short)
                 server.wait_until_metric("chargpt_num_requests_waiting", 1)
                 response = web.post(f"{server.url}/generate", json=short)
                 assert response.status_code == 429
@@ -279,53 +266,48 @@ def test_request_timeout_returns_504(checkpoint):
         assert limit in late["error"]["message"]
         own = web.post(f"{server.url}/generate", json=long | {"timeout_seconds": 0.1}).json()["error"]["message"]
         assert own == "the request took longer than 0.1 s, its timeout_seconds"
-        with web.stream("POST", f"{server.url}/generate", json=long | {"stream": True}) as response:
-            assert response.status_code == 200
-            *_, last = pieces(response)
-        assert last["error"]["code"] == "timeout"
+        *_, last = pieces(timed_out_stream(server, "/generate", long, [9] * 100))
+        assert last["error"]["code"] == "timeout" and limit in last["error"]["message"]
         server.wait_until_metric("chargpt_num_requests_running", 0)
-        server.wait_until_metric("chargpt_request_success_total", 4, finished_reason="timeout")
+        assert server.metric("chargpt_request_success_total", finished_reason="timeout") >= 4
         # Right after SIGCONT the kernel may deliver a signal to a thread that does not wake the main thread.
         main = psutil.Process(server.process.pid)
         main.suspend()
         wait_until(lambda: main.status() == psutil.STATUS_STOPPED)
         main.resume()
-        assert server.stop(timeout=15) == 0
+        assert server.stop() == 0
 
 
-def send(server, how):
-    """A signal, to the main process or "to all", as a terminal or systemd does."""
-    name, _, to_all = how.partition(" ")
-    (os.killpg if to_all else os.kill)(server.process.pid, getattr(signal, name))
-
-
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT to all"])
-def test_a_signal_drains_running_requests_and_refuses_new_ones(slow, how):
-    """Streams, whole answers, and an infill, whose second stage, which ranks the candidates, begins meanwhile."""
+def test_a_signal_drains_running_requests_and_refuses_new_ones(slow):
+    """Streams, whole answers, and an infill, whose second stage, which ranks the candidates, begins meanwhile. One more
+    stream, until it has been looked at."""
     with serving(slow.path, shutdown_delay_seconds=0.5) as server:
 
         def ask(**fields):
-            body = {"prompt": "a", "max_tokens": 1200, "stream": False} | fields
-            response = web.post(f"{server.url}/generate", json=body, timeout=60)
+            body = {"prompt": "a", "max_tokens": 600, "stream": False} | fields
+            response = web.post(f"{server.url}/generate", json=body)
             return text_of(pieces(response)) if body["stream"] else response.json()["choices"][0]["text"]
 
+        endless = {"prompt": "a", "max_tokens": ENDLESS, "stream": True}
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            running = [pool.submit(ask, seed=i, stream=i % 2 == 0) for i in range(4)]
-            infill = pool.submit(ask, suffix=" b", best_of=2)
-            server.wait_until_metric("chargpt_num_requests_running", 6)
-            send(server, how)
-            wait_until(lambda: web.get(f"{server.url}/readyz").json() == {"status": "draining"})
-            refused = web.post(f"{server.url}/generate", json={"prompt": "a"})
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            assert refused.json()["error"]["code"] == "shutting_down"
-            assert server.metric("chargpt_admission_rejections_total", reason="shutting_down") == 1
-            assert web.get(f"{server.url}/readyz").status_code == 503
-            assert web.get(f"{server.url}/livez").status_code == 200
+            with web.stream("POST", f"{server.url}/generate", json=endless) as stream:
+                assert stream.status_code == 200
+                running = [pool.submit(ask, seed=i, stream=i % 2 == 0) for i in range(4)]
+                infill = pool.submit(ask, suffix=" b", best_of=2)
+                server.wait_until_metric("chargpt_num_requests_running", 7)
+                os.killpg(server.process.pid, signal.SIGINT)  # to all, as a terminal does
+                wait_until(lambda: web.get(f"{server.url}/readyz").json() == {"status": "draining"})
+                refused = web.post(f"{server.url}/generate", json={"prompt": "a"})
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert refused.json()["error"]["code"] == "shutting_down"
+                assert server.metric("chargpt_admission_rejections_total", reason="shutting_down") == 1
+                assert web.get(f"{server.url}/readyz").status_code == 503
+                assert web.get(f"{server.url}/livez").status_code == 200
             for i, text in enumerate(running):
-                assert len(text.result()) == 1200
+                assert len(text.result()) == 600
                 assert text.result()[:20] == exact(slow, "a", 20, seed=i)
             assert infill.result()
-        assert server.process.wait(20) == 0
+        assert server.process.wait(PATIENCE) == 0
         server.wait_until_gone()
         assert "Traceback" not in server.output()
 
@@ -351,30 +333,6 @@ def test_requests_are_accepted_during_the_shutdown_delay(checkpoint):
 def test_a_checkpoint_that_cannot_be_served_is_reported(tmp_path):
     problem = refusal("--checkpoint", tmp_path / "nothing")
     assert problem == f"python -m service: no checkpoint at {tmp_path / 'nothing'}: not a folder\n"
-
-
-WRONG = """
-import sys
-from service.__main__ import serve
-from service.engine.eager import TorchRunner
-from service.settings import read_settings
-
-prefill = TorchRunner.prefill
-TorchRunner.prefill = lambda self, pieces: prefill(self, [it._replace(ids=it.ids[::-1].copy()) for it in pieces])
-if __name__ == "__main__":
-    sys.exit(serve(read_settings()))
-"""
-
-
-def test_a_backend_that_computes_something_else_ends_the_start(tmp_path, checkpoint):
-    (tmp_path / "wrong.py").write_text(WRONG)
-    command = [sys.executable, tmp_path / "wrong.py", "--checkpoint", checkpoint.path, "--backend", "torch"]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "backend torch does not compute the model: of a text of" in done.stderr
-    sentence = "no inference process could start; the log says why, unless a signal ended it"
-    assert done.stderr.endswith(f": {sentence}\n")
 
 
 @pytest.fixture
@@ -488,6 +446,12 @@ def has_torch(process):
     return any("libtorch" in part.path for part in process.memory_maps())
 
 
+def send(server, how):
+    """A signal, to the main process or "to all", as a terminal or systemd does."""
+    name, _, to_all = how.partition(" ")
+    (os.killpg if to_all else os.kill)(server.process.pid, getattr(signal, name))
+
+
 SIGNALS = re.compile(r"SigCgt:\s*(\w+)")
 # In startup order.
 MOMENTS = {
@@ -502,10 +466,8 @@ MOMENTS = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("moment", "how"),
-    [*((moment, "SIGTERM") for moment in MOMENTS), ("the worker exists", "SIGTERM to all"),
-     ("the worker loads torch", "SIGINT to all")],
-)  # fmt: skip
+    ("moment", "how"), [*zip(MOMENTS, ["SIGTERM", "SIGTERM to all", "SIGINT to all", "SIGTERM"], strict=True)]
+)
 def test_a_signal_during_startup_stops_every_process_quietly(checkpoint, moment, how):
     def is_reached():
         with contextlib.suppress(psutil.NoSuchProcess, StopIteration):
@@ -515,6 +477,6 @@ def test_a_signal_during_startup_stops_every_process_quietly(checkpoint, moment,
     with RunningServer(checkpoint.path, backend=backend) as server:
         wait_until(is_reached, otherwise=server.output)
         send(server, how)
-        assert server.process.wait(30) == 0, server.output()
+        assert server.process.wait(PATIENCE) == 0, server.output()
         server.wait_until_gone()
         assert "Traceback" not in server.output()

@@ -24,7 +24,7 @@ from service.sockets import (
     _Reader,
 )
 from service.wire import Abort, Delta, FromWorker, Hello, Step
-from tests.helpers import logprobs_of
+from tests.helpers import PATIENCE, logprobs_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 HTTP = 7  # the number of the HTTP process
@@ -40,7 +40,7 @@ while True:
 
 
 async def wait_for(condition):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -93,7 +93,7 @@ async def hello(path):
 async def received_by(worker, condition):
     """What a worker receives until a condition holds."""
     found = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while not condition(found):
             found += worker.receive(block=False)
             await asyncio.sleep(0)
@@ -126,23 +126,24 @@ async def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit_and_fram
     await other.close()
 
 
-async def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_reads(sockets):
+async def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_reads(sockets, monkeypatch):
     """A worker sends once per step, and a socket takes 0.2 MB: frames of log-probabilities are larger."""
+    monkeypatch.setattr("service.sockets.BACKLOG_SECONDS", PATIENCE)
     logprobs, received = logprobs_of(range(100_000)), []
 
     def send(worker):
         while not worker.is_connected:
             worker.receive(block=True)
         (connection,) = worker._connections.values()
-        for number in range(150):  # 120 MB
+        for number in range(50):  # 40 MB
             worker.send(Step.of([Delta(number, [], logprobs=logprobs)]), HTTP)
-            assert len(connection.unsent) < 16 * BACKLOG_BYTES  # more than one only if the reader pauses
+            assert len(connection.unsent) <= BACKLOG_BYTES
         while connection.unsent:
             worker.receive(block=True)
 
     http = HttpSide(sockets, 1, HTTP, lambda _, event: received.append(type(event)))
     await asyncio.to_thread(send, WorkerSide(sockets, 0))
-    await wait_for(lambda: received == [WorkerFound] + [Step] * 150)
+    await wait_for(lambda: received == [WorkerFound] + [Step] * 50)
     await http.close()
 
 
@@ -189,16 +190,15 @@ async def test_a_connection_that_was_replaced_takes_nothing_with_it(sockets):
     worker = WorkerSide(sockets, 0)
     path = str(sockets / "0.sock")
     (_, old), (reader, new) = [await asyncio.open_unix_connection(path) for _ in range(2)]
+    known = []
     for writer in (old, new):
         writer.write(_frame(Hello(HTTP)))
-        for _ in range(10):
-            await asyncio.sleep(0.01)
-            worker.receive(block=False)
+        await received_by(worker, lambda _: worker._connections.get(HTTP) not in [None, *known])
+        known.append(worker._connections[HTTP])
     old.close()
-    for _ in range(10):
-        await asyncio.sleep(0.01)
-        assert worker.receive(block=False) == []
+    await old.wait_closed()
+    assert await received_by(worker, lambda _: known[0].sock.fileno() < 0) == []
     worker.send(Step.of([Delta(1, [2])]), HTTP)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         assert await reader.read(1000)
     new.close()

@@ -24,21 +24,21 @@ from service.server import bind, url_of
 from service.settings import Settings
 from service.shared import REASONS, SharedState
 from service.supervisor import Supervisor, TooManyDeathsError
-from tests.helpers import ENDLESS, RunningServer, http_processes, refusal, serving, wait_until, web
+from tests.helpers import ENDLESS, PATIENCE, RunningServer, http_processes, refusal, serving, wait_until, web
 from tests.toolbox.disk import SmallDisk
 from tests.toolbox.http import answer, pieces, post, sent, text_of
 from tests.toolbox.launch import Program, free_port, is_worker
 
 
 def generate(server, **body):
-    return web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 5, "seed": 1} | body, timeout=60)
+    return web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 5, "seed": 1} | body)
 
 
 # -- a process dies --
 
 
 def test_killed_http_processes_are_replaced(slow):
-    with serving(slow.path, http_processes=2) as server:
+    with serving(slow.path, http_processes=2, drain_seconds=3600) as server:
         text = generate(server, max_tokens=20).json()["choices"][0]["text"]
         body = {"prompt": "a", "max_tokens": ENDLESS, "stream": True}
         streams = [web.stream("POST", f"{server.url}/generate", json=body) for _ in range(3)]
@@ -58,14 +58,12 @@ def test_killed_http_processes_are_replaced(slow):
         answered = {"handler": "/generate", "method": "POST", "status": "200"}
         assert server.metric("chargpt_http_requests_total", **answered) == 2
         server.wait_until_metric("chargpt_http_requests_in_progress", 1)  # this one
-        began = time.monotonic()
-        assert server.stop() == 0
-        assert time.monotonic() - began < 20, "it waited for requests of a dead process"
+        assert server.stop() == 0  # it does not wait for requests of a dead process
         assert f"http-0 (process {before[0].pid}) died (signal 9: Killed): restarting" in server.output()
 
 
 def test_sequences_of_a_killed_worker_run_again_and_give_the_same_text(slow):
-    bodies = [{"seed": i, "max_tokens": 400, "stream": i % 2 == 0} for i in range(6)]
+    bodies = [{"seed": i, "max_tokens": 300, "stream": i % 2 == 0} for i in range(6)]
     bodies[5] |= {"logprobs": 2, "echo": True, "prompt": "Hello", "seed": 4}
     bodies[4] = bodies[5] | {"stream": True}
     with serving(slow.path, max_running_requests=4) as server:
@@ -84,8 +82,8 @@ def test_sequences_of_a_killed_worker_run_again_and_give_the_same_text(slow):
                 merged = {name: [row for column in columns for row in column[name]] for name in columns[0]}
             return text_of(parts), merged
 
-        expected = [ask(body) for body in bodies]
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            expected = list(pool.map(ask, bodies))
             running = [pool.submit(ask, body) for body in bodies]
             server.wait_until_metric("chargpt_num_requests_running", 4)  # and two wait
             server.worker().kill()
@@ -96,22 +94,6 @@ def test_sequences_of_a_killed_worker_run_again_and_give_the_same_text(slow):
         assert "Traceback" not in server.output()
 
 
-def test_idle_workers_take_turns_and_one_that_is_left_takes_all(checkpoint):
-    """Their processor times differ by no more than a few requests' worth; before, one had all of them."""
-    with serving(checkpoint.path, workers_per_device=2) as server:
-        workers = [process for process in server.processes() if is_worker(process)]
-        wait_until(lambda: server.metric("chargpt_cache_slots") > 64)  # both are there
-        before = [sum(worker.cpu_times()[:2]) for worker in workers]
-        for i in range(40):
-            generate(server, seed=i, max_tokens=300)
-        spent = [sum(worker.cpu_times()[:2]) - was for worker, was in zip(workers, before, strict=True)]
-        assert min(spent) > 0.2 * max(spent), spent
-        workers[0].kill()
-        for i in range(40):
-            assert generate(server, seed=i).status_code == 200
-        assert server.stop() == 0
-
-
 def has_ended(process):
     try:
         return process.status() == psutil.STATUS_ZOMBIE
@@ -120,22 +102,26 @@ def has_ended(process):
 
 
 def test_processes_that_are_killed_again_and_again_are_replaced_and_the_queue_keeps_connections(checkpoint):
-    """The service once ended at the eleventh death in five minutes, for all clients."""
-    with serving(checkpoint.path) as server:
-        waits = []
-        for number in range(12):
-            process = server.worker() if number == 5 else http_processes(server)[0]
+    """The service once ended when more had died in five minutes than --max-restarts allows, for all clients."""
+    with serving(checkpoint.path, max_restarts=1) as server:
+        for number in range(5):
+            process = server.worker() if number == 2 else http_processes(server)[0]
             process.kill()
             wait_until(lambda process=process: has_ended(process))
-            began = time.monotonic()
             with sent(server.port, post("/generate", {"prompt": "a", "max_tokens": 2})) as connection:
                 with answer(connection) as response:
                     assert response.status == 200
-            waits.append(time.monotonic() - began)
-        assert max(waits) < 10, waits
-        assert server.metric("chargpt_http_process_restarts_total") == 11
+        assert server.metric("chargpt_http_process_restarts_total") == 4
         assert server.stop() == 0
-        assert "restarting in 0.5 s" in server.output()
+
+
+def test_a_worker_that_dies_leaves_its_work_to_the_others(checkpoint):
+    with serving(checkpoint.path, workers_per_device=2) as server:
+        wait_until(lambda: server.metric("chargpt_cache_slots") > 64)  # both are there
+        text = generate(server).json()["choices"][0]["text"]
+        server.worker().kill()
+        assert [generate(server).json()["choices"][0]["text"] for _ in range(10)] == [text] * 10
+        assert server.stop() == 0
 
 
 def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoint, temporary):
@@ -145,7 +131,7 @@ def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoin
         (weights,) = temporary.glob("chargpt-*/checkpoint-*/model.safetensors")
         os.truncate(weights, 1000)
         server.worker().kill()
-        assert server.process.wait(30) == 1
+        assert server.process.wait(PATIENCE) == 1
         server.wait_until_gone()
         output = server.output()
         assert output.count("the file was altered") == 2 and "Traceback" not in output, output
@@ -242,27 +228,17 @@ def test_supervisor_is_patient_after_a_pause_of_all_processes():
     assert killed[0] > woken + 10
 
 
-def test_a_hung_process_is_replaced(checkpoint):
-    with serving(checkpoint.path, hang_seconds=1) as server:
-        text = generate(server).json()["choices"][0]["text"]
-        niceness = [process.nice() for process in (server.worker(), http_processes(server)[0])]
-        assert niceness == [os.nice(0) + 5, os.nice(0)]  # refusals do not wait for texts
-        for hung in (server.worker(), http_processes(server)[0]):
-            hung.suspend()
-            assert generate(server).json()["choices"][0]["text"] == text  # it ran again, or waited for the new process
-            wait_until(lambda hung=hung: not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE)
-            server.wait_until_ready()
-            assert f"(process {hung.pid}) hangs: killing it" in server.output()
-        assert server.stop() == 0
-
-
-def test_a_worker_that_hangs_or_is_gone_is_not_ready_and_new_requests_are_refused(checkpoint):
+def test_processes_that_hang_or_are_gone(checkpoint):
+    """They are replaced, and meanwhile not ready. Without the main process nobody replaces a worker: new requests wait
+    for one that hangs, and are refused without one."""
     empty = dict.fromkeys(REASONS, 0)
-    options = {"hang_seconds": 2, "http_processes": 2}
+    options = {"hang_seconds": 5, "http_processes": 2}
     with serving(checkpoint.path, **options) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         server.wait_until_metric("chargpt_http_processes_ready", 2)
         main, worker = psutil.Process(server.process.pid), server.worker()
-        main.suspend()  # so that nobody replaces the worker
+        niceness = [process.nice() for process in (worker, *http_processes(server))]
+        assert niceness == [os.nice(0) + 5, os.nice(0), os.nice(0)]  # refusals do not wait for texts
+        main.suspend()
         worker.suspend()
         try:
             wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 503)
@@ -293,6 +269,14 @@ def test_a_worker_that_hangs_or_is_gone_is_not_ready_and_new_requests_are_refuse
         server.wait_until_ready()
         assert server.endings() == (1, empty | {"length": 1})
         assert server.metric("chargpt_admission_rejections_total", reason="not_ready") == 3
+        text = waiting.result().json()["choices"][0]["text"]
+        hung = server.worker(), http_processes(server)[0]
+        for process in hung:
+            process.suspend()
+        assert generate(server).json()["choices"][0]["text"] == text  # it waited for the new processes
+        for process in hung:
+            wait_until(lambda process=process: has_ended(process))
+            assert f"(process {process.pid}) hangs: killing it" in server.output()
         assert server.stop() == 0
 
 
@@ -361,12 +345,12 @@ def test_of_two_servers_that_start_at_a_port_one_ends_with_a_sentence(checkpoint
         assert Program.wait_until_ready(won) and won.stop() == 0
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_a_worker_is_replaced_though_the_working_directory_is_gone_and_stderr_is_closed(checkpoint, tmp_path, backend):
+def test_a_worker_is_replaced_though_the_working_directory_is_gone_and_stderr_is_closed(checkpoint, tmp_path):
+    """Importing torch and starting processes need a working directory."""
     folder = tmp_path / "release"
     folder.mkdir()
     command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "service"]
-    command += ["--checkpoint", checkpoint.path, "--backend", backend, "--port", port := free_port()]
+    command += ["--checkpoint", checkpoint.path, "--backend", "torch", "--port", port := free_port()]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     with contextlib.closing(Program(command, port, "/readyz", cwd=folder, env=environment)) as server:
         server.wait_until_ready()
@@ -411,8 +395,9 @@ def test_an_address_that_cannot_be_bound_is_one_sentence(checkpoint):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port, in_use = taken.getsockname()[1], "Address already in use"
+        message = f"cannot listen on 127.0.0.1, port {port}: {in_use}; choose another port: "
         for host, reason in (
-            ("127.0.0.1", message := f"cannot listen on 127.0.0.1, port {port}: {in_use}; choose another port: --port"),
+            ("127.0.0.1", f"{message}--port {port ^ 1}"),
             ("localhost", f"cannot listen on localhost (127.0.0.1), port {port}: {in_use}"),
             ("192.0.2.1", f"cannot listen on 192.0.2.1, port {port}: Cannot assign requested address"),
             ("a" * 80, f"--host {'a' * 80}: neither an IP address nor a name that has one: "),

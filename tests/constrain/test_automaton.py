@@ -24,7 +24,7 @@ def follow(automaton, text, vocabulary=VOCABULARY):
     return guide if all(guide.push(vocabulary.index(c)) for c in text) else None
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.lists(st.text("abcz", min_size=1, max_size=4), max_size=5),
     st.none() | st.sets(st.sampled_from(VOCABULARY), min_size=1).map(frozenset),
@@ -64,7 +64,7 @@ def check_allowed(guide, prefix, language, remaining, min_tokens):
 
 
 @given(st.sampled_from(PATTERNS), st.integers(0, 6), st.integers(0, 6), st.randoms(use_true_random=False))
-@settings(max_examples=700)
+@settings(max_examples=350)
 def test_guided_texts_match_within_their_budget(pattern, min_tokens, room, chance):
     max_tokens = min(6, min_tokens + room)
     automaton = compile_regex(pattern, VOCABULARY)
@@ -115,7 +115,7 @@ def test_a_limit_that_no_match_keeps_is_an_error(remaining):
 
 
 @given(st.sampled_from(PATTERNS), st.integers(0, 300), st.integers(0, 20))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_layers_of_a_minimum_length_are_those_of_the_definition(pattern, minimum, room):
     """However long the minimum is: they repeat."""
     automaton = compile_regex(pattern, VOCABULARY)
@@ -146,7 +146,7 @@ STOPS = ["a", "a+", "ab*c", "(ab|b)c", "abab", "a.{2}b", "(a|b){3}", "c.*a", "(a
 
 
 @given(st.sampled_from(STOPS), st.text(VOCABULARY, max_size=25))
-@settings(max_examples=500)
+@settings(max_examples=250)
 def test_stop_patterns_find_every_match_and_hold_it_back(pattern, text):
     automaton, reference = compile_regex(pattern, VOCABULARY), re.compile(pattern)
     stop = StopPattern(automaton)

@@ -4,7 +4,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import tracemalloc
 import warnings
 
 import numpy as np
@@ -19,7 +19,6 @@ from service.constrain.regex import (
     RegexError,
     compile_choice,
     compile_regex,
-    compile_without,
     ended,
     intersection,
 )
@@ -92,7 +91,7 @@ def within(seconds):
 
 
 @given(patterns, st.data())
-@settings(max_examples=250, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 def test_the_language_is_that_of_fullmatch(pattern, data):
     with within(seconds=5):
         check_language(pattern, data)
@@ -135,7 +134,7 @@ counted = st.builds(
 
 
 @given(counted, st.sampled_from(["", "b", "a?", "ab"]), st.sampled_from(["", "{2}", "{1,2}"]))
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_counts_of_ambiguous_parts(pattern, tail, outer):
     pattern = f"(?:{pattern}{tail}){outer}"
     automaton, reference = compiled(pattern)
@@ -145,7 +144,8 @@ def test_counts_of_ambiguous_parts(pattern, tail, outer):
 
 @pytest.mark.parametrize("name", ["d", "D", "w", "W", "s", "S"])
 def test_named_classes_are_those_of_re_over_all_of_unicode(name):
-    characters = [chr(c) for c in range(sys.maxunicode + 1) if not 0xD800 <= c <= 0xDFFF]
+    last = sys.maxunicode if name.islower() else 0xFFFF  # of complements less
+    characters = [chr(c) for c in range(last + 1) if not 0xD800 <= c <= 0xDFFF]
     reference = re.compile("\\" + name)
     for start in range(0, len(characters), 60_000):
         some = characters[start : start + 60_000]
@@ -240,7 +240,7 @@ def test_unsupported_syntax_is_refused_with_its_offset(pattern, message):
 
 
 @given(st.text(r"ab1\[](){}|*+?^-.,$:!=<>dwsx ", max_size=12))
-@settings(max_examples=1500)
+@settings(max_examples=800)
 def test_any_text_compiles_to_the_language_of_re_or_is_refused(pattern):
     try:
         automaton = compile_regex(pattern, VOCABULARY)
@@ -332,14 +332,16 @@ def test_exactly_the_choices_match(choices):
     assert automaton.table.shape == compile_regex("|".join(choices), VOCABULARY).table.shape
 
 
-def test_long_texts_take_time_in_proportion_to_their_length():
-    """Each state once held all of the texts that were left: 7 s and 0.7 s. Now it takes 0.4 s and 0.02 s."""
-    began = time.process_time()
-    with pytest.raises(RegexError, match="the choices need 96001 states"):
-        compile_choice(["".join(PRINTABLE) * 1000], PRINTABLE, max_characters=100_000)
-    middle = time.process_time()
-    compile_without(["a" * 96 + "".join(end) for end in itertools.product("abcd", repeat=4)], PRINTABLE)
-    assert middle - began < 2 and time.process_time() - middle < 0.2
+def test_long_texts_take_memory_in_proportion_to_their_length():
+    """Each state once held all of the texts that were left, which also took seconds."""
+    peaks = []
+    for times in (10, 80):
+        tracemalloc.start()
+        with pytest.raises(RegexError, match=f"the choices need {len(PRINTABLE) * times + 1} states"):
+            compile_choice(["".join(PRINTABLE) * times], PRINTABLE, max_states=100)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 16 * peaks[0], peaks
 
 
 @pytest.mark.parametrize(

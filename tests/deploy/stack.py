@@ -157,7 +157,7 @@ class Load:
             return Counter(sent.kind for sent in self.sent if sent.failure is None)
 
         before = answered()
-        wait_until(lambda: all(answered()[kind] >= before[kind] + count for kind in self.KINDS), 120, answered)
+        wait_until(lambda: all(answered()[kind] >= before[kind] + count for kind in self.KINDS), otherwise=answered)
 
     def failed(self) -> list[Sent]:
         return [sent for sent in self.sent if sent.failure is not None]

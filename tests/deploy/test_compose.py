@@ -80,7 +80,7 @@ class Stack:
         return self.query('haproxy_backend_active_servers{proxy="chargpt"}')
 
     def wait_until_both_serve(self):
-        wait_until(lambda: all(each.health == "healthy" for each in self.replicas()) and self.are_up() == ["2"], 120)
+        wait_until(lambda: all(each.health == "healthy" for each in self.replicas()) and self.are_up() == ["2"])
 
     def load(self):
         return Load(self.url, {"random": self.checkpoint})
@@ -202,7 +202,7 @@ def test_events_of_a_stream_arrive_one_by_one(stack):
     """The first event comes while the replica still writes: it has not logged the request yet."""
     headers = {"X-Request-Id": "one-by-one"}
     body = {"prompt": "Hello", "max_tokens": 8000, "seed": 1, "stream": True}
-    with web.stream("POST", f"{stack.url}/generate", json=body, headers=headers, timeout=60) as answer:
+    with web.stream("POST", f"{stack.url}/generate", json=body, headers=headers) as answer:
         for number, _ in enumerate(events(answer)):
             if number in (0, 10, 20):
                 assert all("one-by-one" not in answered_by(replica) for replica in stack.replicas())
@@ -226,7 +226,7 @@ def test_checkpoints_trained_here_and_elsewhere_are_served_after_sighup(stack, t
             answers = [json.loads(it.exec_run(["python", "-c", read]).output) for it in stack.replicas()]
             return {tuple(sorted(model["id"] for model in answer["data"])) for answer in answers}
 
-        wait_until(lambda: models() == {("chargpt", "sheep")}, 60, models)
+        wait_until(lambda: models() == {("chargpt", "sheep")}, otherwise=models)
         body = {"model": "sheep", "prompt": "12 sheep", "max_tokens": 40, "seed": 1}
         answers = [web.post(f"{stack.url}/generate", json=body).json() for _ in range(6)]
     assert load.failed() == []
@@ -242,7 +242,7 @@ def test_checkpoints_trained_here_and_elsewhere_are_served_after_sighup(stack, t
         mine = save_random(tmp_path / f"elsewhere-{seed}", seed=seed, **SIZE)
         assert stack.documented("Place", {"$PWD/out/mine/best": str(mine.path)})
         expected = {*references(mine.path, "Hello", (1,), 40)}
-        wait_until(lambda expected=expected: texts() == expected, 60, texts)
+        wait_until(lambda expected=expected: texts() == expected, otherwise=texts)
 
 
 def test_a_killed_replica_costs_only_its_requests_and_comes_back(stack):
@@ -253,7 +253,7 @@ def test_a_killed_replica_costs_only_its_requests_and_comes_back(stack):
         wait_until(lambda: killed.reload() or killed.attrs["RestartCount"] == 1)
         stack.wait_until_both_serve()
         recovered = time.time()
-        wait_until(lambda: set(answered_by(killed)) & {sent.id for sent in load.sent if sent.started > recovered}, 60)
+        wait_until(lambda: set(answered_by(killed)) & {sent.id for sent in load.sent if sent.started > recovered})
     assert killed.attrs["RestartCount"] == 1
     dead = datetime.datetime.fromisoformat(killed.attrs["State"]["FinishedAt"]).timestamp()
     for sent in load.failed():
@@ -266,7 +266,7 @@ def test_replicas_restarted_one_by_one_lose_nothing(stack):
     """One of them is down at first: it starts again before the other one is restarted."""
     down, _ = stack.replicas()
     run("docker", "kill", down.id)  # which ends Docker's restarts
-    wait_until(lambda: stack.are_up() == ["1"], 60)
+    wait_until(lambda: stack.are_up() == ["1"])
     with stack.load() as load:
         load.wait_for(1)
         assert stack.documented("Restart", {})
@@ -332,17 +332,19 @@ def test_a_replica_that_hangs_is_left_out_and_its_alert_arrives(stack):
     # Prometheus sends an alert again after a minute: one that was lost on its way is late, not gone.
     hung.pause()
     try:
-        wait_until(lambda: stack.are_up() == ["1"], 60)
+        wait_until(lambda: stack.are_up() == ["1"])
         assert [web.post(f"{stack.url}/generate", json=body).status_code for _ in range(10)] == [200] * 10
-        wait_until(lambda: alerts(down[0], "firing", **down[1]), 150, stack.alerts)
+        wait_until(lambda: alerts(down[0], "firing", **down[1]), otherwise=stack.alerts)
         assert not alerts(down[0], "resolved", **down[1])
         other.pause()  # none is left: haproxy answers itself, in the service's form
-        wait_until(lambda: stack.are_up() == ["0"], 60)
+        wait_until(lambda: stack.are_up() == ["0"])
         answer = web.post(f"{stack.url}/generate", json=body)
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "2")
         assert answer.json()["error"]["code"] == "not_ready"
-        wait_until(lambda: all(alerts(receiver, "firing", **labels) for receiver, labels in none), 150, stack.alerts)
+        wait_until(
+            lambda: all(alerts(receiver, "firing", **labels) for receiver, labels in none), otherwise=stack.alerts
+        )
     finally:
         stack.compose("unpause", "chargpt")
-    wait_until(lambda: alerts(down[0], "resolved", **down[1]), 150, stack.alerts)
+    wait_until(lambda: alerts(down[0], "resolved", **down[1]), otherwise=stack.alerts)
     stack.wait_until_both_serve()

@@ -135,7 +135,7 @@ class Scraping(Program):
         super().__init__(command, port, "/-/ready", folder / "prometheus.log")
 
     def get(self, path, **params):
-        answer = web.get(f"{self.url}/api/v1/{path}", params=params, timeout=30)
+        answer = web.get(f"{self.url}/api/v1/{path}", params=params)
         assert answer.status_code == 200, answer.text
         return answer.json()["data"]
 
@@ -147,7 +147,7 @@ class Scraping(Program):
             left[:] = [each for each in left if not any(map(math.isfinite, self.values(each)))]
             return left
 
-        wait_until(lambda: not without(), 60, without)
+        wait_until(lambda: not without(), otherwise=without)
 
     def values(self, expression):
         return [float(series["value"][1]) for series in self.get("query", query=expression)["result"]]
@@ -158,7 +158,7 @@ def load(server):
 
     def ask(path="/generate", **body):
         body = {"prompt": "To be"} | body if path != "/v1/score" else body
-        return web.post(server.url + path, json=body, timeout=60).status_code
+        return web.post(server.url + path, json=body).status_code
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         answered = [pool.submit(ask, max_tokens=200 * i, stream=i % 2 == 0) for i in range(1, 7)]
@@ -199,7 +199,7 @@ def test_every_panel_and_every_rule_has_data_under_load(tmp_path):
         prometheus.wait_for_data(["chargpt_worker_restarts_total"])  # the increase needs a first sample
         server.worker().kill()
         server.wait_until_metric("chargpt_worker_restarts_total", 1)
-        server.wait_until_ready(timeout=180)
+        server.wait_until_ready()
         load(server)
         prometheus.wait_for_data(expressions | selectors)
         for group in prometheus.get("rules")["groups"]:

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.stack import DEPLOY
-from tests.helpers import ENDLESS, SLOW, RunningServer, lasting, save_random, wait_until
+from tests.helpers import ENDLESS, PATIENCE, SLOW, RunningServer, lasting, save_random, wait_until, web
 from tests.toolbox.http import DONE, answer, events, post, received, sent
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import program
@@ -209,7 +209,7 @@ class Log:
 
     def differences(self, proxy: Proxy) -> list[str]:
         """How what the service has received since the last call differs from what the proxy has forwarded."""
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + 60
         while True:
             forwarded, new = proxy.forwarded(), self.unchecked()
             found = self._differences(proxy, forwarded, new)
@@ -305,7 +305,7 @@ def ask(proxy, texts, seed):
 
 
 def test_whole_answers_on_one_connection(proxy, texts, log):
-    client = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=20)
+    client = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=PATIENCE)
     with contextlib.closing(client):
         used = set()
         for seed in SEEDS:
@@ -325,16 +325,30 @@ def test_whole_answers_on_one_connection(proxy, texts, log):
     assert not log.differences(proxy)
 
 
-def test_streams_arrive_event_by_event(proxy, texts):
+def num_open(service):
+    """Sequences of all models that have begun and not ended."""
+    lines = web.get(f"{service.url}/metrics", headers={"X-Request-Id": DIRECT}).text.splitlines()
+
+    def total(name):
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"chargpt_{name}{{"))
+
+    return total("requests_accepted_total") - total("request_success_total")
+
+
+def test_streams_arrive_event_by_event(proxy, texts, service):
+    """The first event, before the last one is written: at least once, as this machine may be slow."""
     fields = {"model": "slow", "seed": 0, "max_tokens": LENGTHS["slow"], "stream": True}
-    begun, times, text = time.monotonic(), [], ""
-    with sent(proxy.port, question(**fields)) as connection, answer(connection) as response:
-        for data in events(line.decode() for line in response):
-            if data != DONE:
-                text += json.loads(data).get("text", "")
-            times.append(time.monotonic() - begun)
-    assert text == texts["slow", 0]
-    assert times[0] < times[-1] / 2, times
+    for _ in range(20):
+        with sent(proxy.port, question(**fields)) as connection, answer(connection) as response:
+            stream = events(line.decode() for line in response)
+            data = [next(stream)]
+            in_time = num_open(service)
+            data += stream
+        assert data.pop() == DONE
+        assert "".join(json.loads(it).get("text", "") for it in data) == texts["slow", 0]
+        if in_time:
+            return
+    pytest.fail("every first event came after its request's end")
 
 
 def test_answers_are_not_kept(proxy, log):
@@ -343,7 +357,7 @@ def test_answers_are_not_kept(proxy, log):
     for path in ("/v1/models", "/info", "/readyz", "/nothing") * 2:
         with sent(proxy.port, message(f"GET {path}".encode(), b"Connection: close")) as connection:
             received(connection)
-    wait_until(lambda: [it["method"] for it in log.unchecked()].count("GET") == 8, 3, log.unchecked)
+    wait_until(lambda: [it["method"] for it in log.unchecked()].count("GET") == 8, otherwise=log.unchecked)
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked", "expect"])
@@ -372,7 +386,7 @@ def test_a_sequence_ends_when_its_client_leaves(proxy, log):
 @pytest.mark.needs("curl")
 def test_a_client_that_offers_http_2(proxy, texts, log):
     fields = {"prompt": "a", "seed": 1, "max_tokens": LENGTHS["chargpt"]}
-    command = [program("curl"), "--http2", "--silent", "--show-error", "--max-time", "20", "--json", json.dumps(fields)]
+    command = [program("curl"), "--http2", "--silent", "--show-error", "--json", json.dumps(fields)]
     done = subprocess.run([*command, f"{proxy.url}/generate"], capture_output=True, check=True)
     assert json.loads(done.stdout)["choices"][0]["text"] == texts["chargpt", 1]
     assert not log.differences(proxy)

@@ -35,7 +35,7 @@ class Swarm:
             services = self.engine.services.list(filters=LABEL)
             return [task["Status"]["State"] for each in services for task in each.tasks(filters=RUNNING)]
 
-        wait_until(lambda: states() == ["running"] * 6, 180, states)
+        wait_until(lambda: states() == ["running"] * 6, otherwise=states)
 
     def update(self, image):
         """`docker service update`, until it is complete or rolled back; returns what it came to."""
@@ -61,7 +61,7 @@ class Swarm:
             containers = self.engine.containers.list(all=True, filters=LABEL, ignore_removed=True)
             return [*containers, *self.engine.networks.list(filters=LABEL)]
 
-        wait_until(lambda: not remaining(), 120, remaining)
+        wait_until(lambda: not remaining(), otherwise=remaining)
         for volume in self.engine.volumes.list(filters=LABEL):  # which stack rm leaves
             volume.remove()
 
@@ -125,7 +125,7 @@ def test_the_stack_scales_and_prometheus_finds_all_replicas(swarm):
     run("docker", "service", "scale", f"{SERVICE}=3", timeout=120)
     [prometheus] = swarm.engine.containers.list(filters={"label": f"com.docker.swarm.service.name={STACK}_prometheus"})
 
-    wait_until(lambda: query(prometheus, "sum by (job) (up)") == ["1", "3"], 60)
+    wait_until(lambda: query(prometheus, "sum by (job) (up)") == ["1", "3"])
     replicas = swarm.replicas()
     for _ in range(12):
         assert web.post(f"{swarm.url}/generate", json={"prompt": "Hello", "max_tokens": 2}).status_code == 200

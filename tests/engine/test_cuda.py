@@ -18,7 +18,7 @@ from service.model.params import SamplingParams
 from service.settings import BUNDLED
 from service.wire import Submit, floats
 from tests.bench import engine as bench_engine
-from tests.helpers import RunningServer, random_model, save_random, wait_until
+from tests.helpers import PATIENCE, RunningServer, random_model, save_random, wait_until
 from tests.model.test_sampling import random_params
 from tests.toolbox.launch import ServerError
 
@@ -62,15 +62,15 @@ def run_at_random(engine, submits, seed=0):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_texts_do_not_depend_on_load_and_are_those_of_other_backends_in_float64(dtype, device):
     model = random_model(torch.float64 if dtype == "float64" else torch.float32, block_size=70)
-    runner = runner_of(model, 6, dtype, device)
-    submits = requests(40, longest=60)
+    runner, count = runner_of(model, 6, dtype, device), 40 if device == "cuda" else 16
+    submits = requests(count, longest=60)
     if dtype == "float64":
         alone = Engine(open_runner(model, "auto", dtype, 8)).generate(submits)
     else:
         alone = [Engine(runner).generate([submit])[0] for submit in submits]
     for seed, clock in ((0, None), (1, itertools.count().__next__), (2, lambda: 0.0)):
-        texts = run_at_random(Engine(runner, **({"clock": clock} if clock else {})), requests(40, longest=60), seed)
-        assert [texts[number] for number in range(40)] == alone
+        texts = run_at_random(Engine(runner, **({"clock": clock} if clock else {})), requests(count, longest=60), seed)
+        assert [texts[number] for number in range(count)] == alone
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -291,7 +291,7 @@ def test_out_of_memory_is_one_sentence(tmp_path):
     save_random(tmp_path / "m", block_size=4096, n_layer=24, n_embd=1024, n_head=8, n_kv_head=8)
     with RunningServer(tmp_path / "m", accelerator="cuda", max_running_requests=4096) as server:
         with pytest.raises(ServerError):
-            server.wait_until_ready(120)
+            server.wait_until_ready()
         assert "out of memory on cuda:0 with 4096 slots" in server.output()
         assert "Traceback" not in server.output()
 
@@ -310,11 +310,11 @@ def test_a_killed_worker_is_replaced_and_two_http_processes_answer_the_same_text
     with RunningServer(BUNDLED, accelerator="cuda", http_processes=2) as server:
 
         def ask():
-            return httpx.post(server.url + "/generate", json=body, timeout=60)
+            return httpx.post(server.url + "/generate", json=body, timeout=PATIENCE)
 
-        server.wait_until_ready(120)
+        server.wait_until_ready()
         text = ask().json()["choices"][0]["text"]
         assert httpx.get(server.url + "/info").json()["backend"] == "cuda"
         server.worker().kill()
-        wait_until(lambda: all(ask().status_code == 200 for _ in range(10)), 120)
+        wait_until(lambda: all(ask().status_code == 200 for _ in range(10)))
         assert {ask().json()["choices"][0]["text"] for _ in range(10)} == {text}

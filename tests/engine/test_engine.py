@@ -191,7 +191,7 @@ def test_a_step_takes_as_long_as_it_should(timed):
     assert engine.stats.seconds == pytest.approx(0.0038, rel=0.05)
 
 
-@at_once
+@on_any
 def test_clients_share_the_time_whatever_number_of_sequences_each_has(timed, make):
     """A call takes 1 ms for each row beside a fixed 4 ms; the texts stay what they are alone."""
     engine, _ = timed(40, 0.02, lambda rows, steps: (0.004 + 0.001 * rows) * steps)
@@ -237,7 +237,7 @@ def characters_by_client(engine, request, weights, numbers, until):
 
 
 @on_any
-@pytest.mark.parametrize(("weight", "least", "most"), [(1.0, 0.9, 1.1), (3.0, 2.7, 3.3), (10.0, 9.0, 11.0)])
+@pytest.mark.parametrize(("weight", "least", "most"), [(1.0, 0.9, 1.1), (10.0, 9.0, 11.0)])
 @pytest.mark.parametrize("number", [12, 40])
 def test_clients_get_characters_by_weight(timed, weight, least, most, number):
     """Both with fewer sequences than there are slots, and with more. A call takes 1 ms a row beside a fixed 0.5 ms."""
@@ -270,7 +270,7 @@ def test_the_time_of_a_stop_pattern_counts_in_its_clients_part(timed):
 
 
 @on_any
-@pytest.mark.parametrize(("weight", "least", "most"), [(1.0, 0.9, 1.1), (3.0, 2.7, 3.3), (10.0, 9.0, 11.0)])
+@pytest.mark.parametrize(("weight", "least", "most"), [(1.0, 0.9, 1.1), (10.0, 9.0, 11.0)])
 @pytest.mark.parametrize(("lengths", "numbers"), [((20, 100), (40, 40)), ((100, 20), (40, 40)), ((50, 100), (2, 40))])
 def test_prompts_run_by_weight(timed, weight, least, most, lengths, numbers):
     """Whatever their lengths; of texts that are only scored, as nothing else runs then. With 2 at a time, client a is
@@ -371,7 +371,7 @@ def test_a_prompt_of_many_sequences_runs_once(make, block_size, held):
     model = model_of(torch.float64, block_size=block_size, n_layer=4)
     engine = make(16, model, clock=lambda: 0.0)
     prompt = np.random.default_rng(0).integers(50, size=200).tolist()
-    todo = [Submit(i, prompt, 20, SamplingParams(seed=i)) for i in range(16)]
+    todo = [Submit(i, prompt, 8, SamplingParams(seed=i)) for i in range(16)]
     ran = run_all(engine, todo)
     assert (ran.counts["run"], ran.counts["copied"]) == (held + 15, 15 * (held - 1))
     assert ran.texts == {s.id: text_of(model, s) for s in todo}
@@ -382,12 +382,12 @@ def test_templates_that_alternate_are_copied(make):
     model, r = model_of(torch.float64, block_size=256), random.Random(0)
     engine, copied = make(6, model, clock=lambda: 0.0), 0
     templates = [[r.randrange(50) for _ in range(200)] for _ in range(2)]
-    for i in range(30):
-        s = Submit(i, templates[i % 2] + [r.randrange(50) for _ in range(10)], 20, SamplingParams(seed=i))
+    for i in range(20):
+        s = Submit(i, templates[i % 2] + [r.randrange(50) for _ in range(10)], 8, SamplingParams(seed=i))
         ran = run_all(engine, [s])
         copied += min(200, ran.counts["copied"])
         assert ran.texts[i] == text_of(model, s)
-    assert copied >= 0.85 * 30 * 200
+    assert copied >= 0.85 * 20 * 200
 
 
 @at_once
@@ -411,7 +411,7 @@ def test_shared_beginnings_change_no_text(make, seed):
     engine = make(5, model, clock=jumping(seed))
     known, requests, ran = [[r.randrange(50) for _ in range(90)]], [], Ran(engine)
     for _ in range(3000):
-        while len(requests) < 40 and r.random() < 0.7:
+        while len(requests) < 24 and r.random() < 0.7:
             prompt = r.choice(known)
             prompt = prompt[: r.randint(10, len(prompt))]
             prompt = prompt + [r.randrange(50) for _ in range(r.choice([0, 0, 1, 10, 60]))]
@@ -427,7 +427,7 @@ def test_shared_beginnings_change_no_text(make, seed):
         for id, reason in ran.run(1).items():
             if reason == "length" and r.random() < 0.2:
                 known.append(requests[id].prompt + ran.texts[id])
-    assert len(requests) == 40 and not engine.has_work
+    assert len(requests) == 24 and not engine.has_work
     assert ran.counts["copied"] or engine.runner.piece > model.config.block_size / 2  # longer than what is shared
     for s in requests:
         assert ran.texts[s.id] == text_of(model, s)[: len(ran.texts[s.id])], s.id
@@ -460,7 +460,7 @@ def test_a_prompt_continues_an_answer_that_ended_within_a_call(make, backend, ki
 @at_once
 def test_a_text_that_ends_where_the_window_is_full_leaves_its_beginning(make):
     model, params, again = model_of(torch.float64, block_size=32), SamplingParams(1.0), []
-    for seed in range(40):
+    for seed in range(16):
         engine, r = make(4, model, clock=lambda: 0.0), random.Random(seed)
         prompt, likely = [r.randrange(50) for _ in range(24)], SamplingParams(0.3, seed=seed)
         last = text_of(model, Submit(0, prompt, 9, likely))[8]  # after 32 characters
@@ -735,18 +735,21 @@ def uncached(exact, request):
     return ids, logprobs[: len(ids)], of_prompt, sequence.finish_reason
 
 
+SEVERAL = 48  # requests with all kinds of options
+
+
 @pytest.fixture(scope="module")
 def references(exact):
-    return [uncached(exact, request_with_options(i)) for i in range(80)]
+    return [uncached(exact, request_with_options(i)) for i in range(SEVERAL)]
 
 
 def test_every_option_equals_the_uncached_reference(make, references, clock):
     """With a full batch, prompts in pieces, several steps per call and random arrivals."""
     engine, r = make(5, clock=clock), random.Random(0)
-    sequences, ran = [request_with_options(i) for i in range(80)], Ran(engine)
+    sequences, ran = [request_with_options(i) for i in range(SEVERAL)], Ran(engine)
     todo = sequences[:]
     while todo or engine.has_work:
-        while todo and (len(todo) > 60 or r.random() < 0.4):
+        while todo and (len(todo) > SEVERAL - 20 or r.random() < 0.4):
             engine.submit(todo.pop())
         ran.run(1)
     for s in sequences:

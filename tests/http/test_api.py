@@ -12,7 +12,6 @@ from collections import Counter
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import torch
 
@@ -602,6 +601,8 @@ def test_get_generate_streams_for_event_source(client, post):
 
 def test_the_openai_sdk_does_not_repeat_what_took_too_long(server):
     """It repeats a 504 twice otherwise: three times the work, for the same answer."""
+    import openai
+
     answered = {"handler": "/v1/completions", "method": "POST", "status": "504"}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2) as sdk:
         before = server.metric("chargpt_http_requests_total", **answered)

@@ -158,6 +158,48 @@ async def test_the_time_per_character_is_that_after_the_first_ones(peer, counts)
     assert generation.timing.seconds_per_character == (pytest.approx(6.0 * len(counts) / later) if later else None)
 
 
+async def test_idle_workers_take_turns_and_come_before_busy_ones(sockets):
+    """One of them once got all requests that came one after the other."""
+    workers, received = [WorkerSide(sockets, number) for number in range(2)], [0, 0]
+    state = SharedState(workers=2)
+    for name in state.worker_names:
+        state.beat(name)
+    metrics = Metrics("m", CollectorRegistry(), "http-0")
+    client = EngineClient(sockets, 0, metrics, state)
+    checkpoint = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
+    model = Model(Version(1, "m", "", "", ""), checkpoint, 0, 1000, PatternThread())
+    model.metrics = metrics.of("m")
+
+    async def until(condition):
+        while not condition():
+            for number, worker in enumerate(workers):
+                received[number] += sum(isinstance(it, Submit) for _, it in worker.receive(block=False))
+            await asyncio.sleep(0)
+
+    async with client.connected():
+        await until(lambda: len(client._sockets.connected_workers) == 2)
+
+        async def started():
+            """A sequence, and the number of its worker."""
+            before = received.copy()
+            generation = client.start(model, [submit([0])], time.monotonic())
+            await until(lambda: received != before)
+            return generation, received[1] - before[1]
+
+        numbers = []
+        for _ in range(6):
+            generation, number = await started()
+            generation.abort()
+            numbers.append(number)
+        assert numbers in ([0, 1] * 3, [1, 0] * 3)
+        _, busy = await started()
+        for _ in range(3):
+            generation, number = await started()
+            assert number != busy
+            generation.abort()
+        metrics.flush()
+
+
 async def test_a_prompt_travels_without_what_no_logit_depends_on(peer):
     """A penalty is told what was in it; the request itself keeps the whole prompt."""
     prompt, field = [0, 1] * 20, CONFIG.receptive_field

@@ -58,7 +58,7 @@ def test_recorded_losses_are_those_of_the_service(checkpoint, bundled, monkeypat
     text = checkpoint.tokenizer.decode(prepare(str(CORPUS)).val)
     windows = [text[i : i + window + 1] for i in range(0, len(text) - 1, window)]
     for name, texts in {"whole": windows, "streamed": [text]}.items():
-        found = web.post(f"{bundled.url}/v1/score", json={"texts": texts}, timeout=60).json()["data"]
+        found = web.post(f"{bundled.url}/v1/score", json={"texts": texts}).json()["data"]
         nats, characters = (sum(each[key] for each in found) for key in ("nats", "characters"))
         assert characters == len(text) - 1 and nats / characters == pytest.approx(losses[name], abs=1e-5)
     assert losses["whole"] < 1.375 and losses["streamed"] < 1.36

@@ -22,7 +22,7 @@ from service.http.app import OPERATIONS
 from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.observe.logs import MAX_LINE_BYTES
-from tests.helpers import ENDLESS, VOCABULARY, RunningServer, overflow, random_model, serving, wait_until, web
+from tests.helpers import ENDLESS, PATIENCE, VOCABULARY, RunningServer, overflow, random_model, serving, wait_until, web
 from tests.toolbox.http import sent
 from tests.toolbox.launch import Program, free_port
 from training.saving import save_checkpoint
@@ -166,7 +166,7 @@ def test_fatal_worker_error_is_one_line(server):
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.sendall(b"\x03\0\0\0bad")  # an invalid frame
-        assert psutil.wait_procs([worker], timeout=10)[0]
+        assert psutil.wait_procs([worker], timeout=PATIENCE)[0]
     (line,) = [line for line in lines_of(server.output()) if "exception" in line]
     assert (line["pid"], line["level"]) == (worker.pid, "CRITICAL") and line["process"].startswith("worker-")
     assert line["exception"].startswith("Traceback (most recent call last):\n")
@@ -206,7 +206,7 @@ def test_http_processes_log_tracebacks_without_exception_texts():
 
         async def main():
             task = asyncio.create_task(fail())
-            await asyncio.sleep(0.01)
+            await asyncio.wait([task])
             del task  # asyncio logs the unretrieved exception
 
         asyncio.run(main())
@@ -302,7 +302,7 @@ def test_requests_do_not_wait_for_a_reader_of_their_lines_that_has_stopped(check
     with Program(["sh", "-c", command], port, "/readyz") as server, open(log, "rb") as reader:
         server.wait_until_ready()
         for id in ids:  # whose lines would fill the pipe three times
-            assert web.get(f"{server.url}/v1/models", headers={"X-Request-Id": id}, timeout=10).status_code == 200
+            assert web.get(f"{server.url}/v1/models", headers={"X-Request-Id": id}).status_code == 200
         os.set_blocking(log, True)
         lines = [reader.readline() for _ in ids]
         server.process.terminate()
@@ -394,7 +394,7 @@ def test_client_data_never_reaches_the_log_and_a_workers_lines_name_the_request(
     options = {"http_processes": 2, "log_level": "debug", "dtype": "float32", "cors_origins": "*"}
     with serving(broken_checkpoint.path, api_keys_file=tmp_path / "keys.txt", **options) as server:
         statuses, messages = set(), set()
-        with httpx.Client(base_url=server.url, timeout=30) as client:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             for method, path, options in requests_with_the_marker(key, values):
                 try:
                     answer = client.request(method, path, **options)

@@ -1,13 +1,19 @@
 """/metrics of a server with two HTTP processes and two workers."""
 
+import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
+import itertools
 import re
+import threading
 import time
 
 import psutil
 import pytest
+from prometheus_client.core import GaugeMetricFamily
 
+from service.observe.exposition import Exposition
 from tests.helpers import ENDLESS, lasting, save_random, serving, wait_until, web
 from tests.toolbox.http import answer, post, sent
 from tests.toolbox.launch import ROOT
@@ -26,7 +32,7 @@ def server(checkpoint):
 
 
 def generate(server, **body):
-    return web.post(f"{server.url}/generate", json={"prompt": "ab", "max_tokens": 5} | body, timeout=60)
+    return web.post(f"{server.url}/generate", json={"prompt": "ab", "max_tokens": 5} | body)
 
 
 def generate_all(server, bodies):
@@ -168,22 +174,43 @@ def test_iteration_phases_add_up_to_the_iteration_time(server):
     assert increase("chargpt_iteration_tokens_total_sum") == 12 * 119 + 12 * 2
 
 
-def test_all_who_wait_for_a_page_get_the_same_one(checkpoint):
+KINDS = {"application/openmetrics-text; version=1.0.0; charset=utf-8", "text/plain; version=0.0.4; charset=utf-8"}
+
+
+class Slow(Exposition):
+    """Each page has its number, and ends when the test says so."""
+
+    def __init__(self):
+        needed = [it.name for it in dataclasses.fields(self) if it.default is it.default_factory is dataclasses.MISSING]
+        super().__init__(**dict.fromkeys(needed))
+        self.numbers, self.has_begun, self.may_end = itertools.count(), threading.Event(), threading.Event()
+
+    def collect(self):
+        yield GaugeMetricFamily("page", "of all", next(self.numbers))
+        self.has_begun.set()
+        self.may_end.wait()
+
+
+@pytest.mark.anyio
+async def test_all_who_wait_for_a_page_get_the_same_one():
     """Each of 40 scrapers once had a page of its own rendered, in the threads that also compiled patterns."""
-    request = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n%b\r\n"
-    with serving(checkpoint) as server, contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(sent(server.port, b"")) for _ in range(40)]
-        for number, connection in enumerate(connections):
-            kind = b"Accept: application/openmetrics-text\r\n" if number % 2 else b""
-            connection.sendall(request % kind)
-        pages = []
-        for connection in connections:
-            with answer(connection) as response:
-                pages.append((response.headers["content-type"], response.read()))
-    assert all(page.endswith(b"# EOF\n") == kind.startswith("application/openmetrics-text") for kind, page in pages)
-    kinds = {"application/openmetrics-text; version=1.0.0; charset=utf-8", "text/plain; version=0.0.4; charset=utf-8"}
-    assert {kind for kind, _ in pages} == kinds
-    assert 2 <= len(set(pages)) <= 12
+    exposition = Slow()
+
+    def ask():
+        kinds = ["application/openmetrics-text; version=1.0.0, text/plain; q=0.5", "text/plain"] * 10
+        return [asyncio.create_task(exposition.page(kind)) for kind in kinds]
+
+    first = ask()
+    await asyncio.to_thread(exposition.has_begun.wait)
+    later = ask()
+    await asyncio.sleep(0)  # they have asked while a page of each kind, or its rendering, was under way
+    exposition.may_end.set()
+    first, later = await asyncio.gather(*first), await asyncio.gather(*later)
+    for pages in (first, later):
+        assert {kind for _, kind in pages} == KINDS and len(set(pages)) == 2
+        assert all(page.endswith(b"# EOF\n") == kind.startswith("application") for page, kind in pages)
+    assert len({*first, *later}) == 3  # the second one had not begun
+    assert next(exposition.numbers) == 3
 
 
 def test_process_metrics_match_the_operating_system(server):
