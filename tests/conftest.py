@@ -31,7 +31,7 @@ ON_DEMAND = ("chaos", "cuda", "slow", "tools")
 # test_swarm.py not while test_compose.py runs.
 LONGEST = """
     deploy/test_compose.py bench/test_bench.py deploy/test_container.py test_supervision.py test_server.py
-    deploy/test_proxies.py http/test_memory.py training/test_training.py load/test_load.py chaos/test_chaos.py
+    deploy/test_proxies.py http/test_counted.py training/test_training.py load/test_load.py chaos/test_chaos.py
     http/test_page.py engine/test_engine.py http/test_protocol.py engine/test_native.py test_checkpoints.py
     deploy/test_swarm.py training/test_distributed.py
     deploy/test_deploy.py training/test_commands.py http/test_openapi.py observe/test_tracing.py test_install.py

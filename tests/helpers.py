@@ -23,6 +23,7 @@ from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.shared import REASONS
 from service.wire import Logprobs
+from tests.toolbox.http import PATIENCE
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import CORPUS as CORPUS
 from tests.toolbox.needs import program
@@ -30,7 +31,7 @@ from training.saving import save_checkpoint
 
 # A connection per request, as httpx.get makes, without reading the system's certificates each time (25 ms).
 # "close" ends it with its answer: an idle one, httpcore may hand to one thread while it closes it for another.
-web = httpx.Client(headers={"Connection": "close"}, limits=httpx.Limits(max_connections=None))
+web = httpx.Client(headers={"Connection": "close"}, limits=httpx.Limits(max_connections=None), timeout=PATIENCE)
 
 VOCABULARY = sorted("\n !'.,:;?" + string.ascii_letters)
 
@@ -103,7 +104,7 @@ def call(arguments: Iterable[object]) -> int | str | None:
 def refusal(*flags: object) -> str:
     """What `python -m service` says on stderr with flags that it must reject."""
     command = [sys.executable, "-m", "service", *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (2, ""), done
     return done.stderr
 
@@ -151,10 +152,10 @@ class RunningServer(Program):
 
         wait_until(have_ended, otherwise=lambda: self.endings())
 
-    def wait_until_metric(self, name: str, value: float, timeout: float = 30, **labels: str) -> None:
+    def wait_until_metric(self, name: str, value: float, timeout: float = PATIENCE, **labels: str) -> None:
         wait_until(lambda: self.metric(name, **labels) == value, timeout, f"{name} did not become {value}")
 
-    def stop(self, timeout: float = 30) -> int:
+    def stop(self, timeout: float = PATIENCE) -> int:
         """Sends SIGTERM, waits until every process has ended and returns the exit status."""
         self.process.terminate()
         status = self.process.wait(timeout)
@@ -220,7 +221,7 @@ def logprobs_of(values: Iterable[float], top_ids: Iterable[int] = (), top_values
     return Logprobs(bytearray(array("d", values)), bytearray(array("I", top_ids)), bytearray(array("d", top_values)))
 
 
-def wait_until(condition: Callable[[], Any], timeout: float = 30, otherwise: object = "timed out") -> Any:
+def wait_until(condition: Callable[[], Any], timeout: float = PATIENCE, otherwise: object = "timed out") -> Any:
     """Polls `condition` until it returns a true value, and returns that. The timeout is only a safety net.
 
     otherwise: the assertion message, or a function that returns it.

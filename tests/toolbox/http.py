@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import httpx
 
 DONE = "[DONE]"
+PATIENCE = 240.0  # seconds for what happens at once on an idle machine: a little below the suite's timeout of a test
 
 
 def post(path: str, body: Mapping[str, Any] | bytes, **headers: object) -> bytes:
@@ -28,7 +29,7 @@ def post(path: str, body: Mapping[str, Any] | bytes, **headers: object) -> bytes
 def sent(port: int, data: bytes, receive_bytes: int | None = None) -> Iterator[socket.socket]:
     """A connection to 127.0.0.1 after sending `data`; `receive_bytes` sets the size of its receive buffer."""
     with socket.socket() as connection:
-        connection.settimeout(20)
+        connection.settimeout(PATIENCE)
         if receive_bytes is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         connection.connect(("127.0.0.1", port))

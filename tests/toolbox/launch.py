@@ -58,7 +58,7 @@ class Program(contextlib.AbstractContextManager):
             [str(word) for word in command], stdout=self.log, stderr=subprocess.STDOUT, **options
         )
 
-    def wait_until_ready(self, timeout: float = 120) -> float:
+    def wait_until_ready(self, timeout: float = 240) -> float:
         """Returns the seconds since the start.
 
         Raises:
