@@ -70,7 +70,7 @@ def relax_garbage_collector() -> None:
     Nothing is collected first. Modules leave little garbage, and a search through all objects takes 0.1 s and copies
     memory that processes share.
 
-    Requests leave no cycles (tests/http/test_garbage.py), so a collection finds only objects in use. 10,000 objects
+    Requests leave no cycles (tests/http/test_counted.py), so a collection finds only objects in use. 10,000 objects
     take about a millisecond, during which every request waits. Older generations are collected every 20th and every
     1,000th time.
     """

@@ -21,7 +21,7 @@ from pathlib import Path
 from _pytest.outcomes import Skipped  # raised by tests.toolbox where the machine lacks something
 
 from tests.bench.command import Run, add_only, build_parser
-from tests.chaos import attacks, clients, processes, soak
+from tests.chaos import attacks, clients, memory, processes, soak
 from tests.chaos.case import Case, Outcome, Plan
 from tests.chaos.report import markdown
 from tests.toolbox.launch import ROOT
@@ -29,7 +29,8 @@ from tests.toolbox.launch import ROOT
 CASES: dict[str, Case] = {
     "worker": processes.kill_worker, "http": processes.kill_http, "main": processes.kill_main, "hang": processes.hang,
     "sigterm": processes.sigterm, "burst": clients.burst, "leave": clients.leave, "bad": clients.bad,
-    "fairness": clients.fairness, "attacks": attacks.attacks, "clock": processes.clock, "soak": soak.soak,
+    "fairness": clients.fairness, "attacks": attacks.attacks, "memory": memory.peaks, "clock": processes.clock,
+    "soak": soak.soak,
 }  # fmt: skip
 CASE_SECONDS = 300.0  # a case that takes longer has failed; the soak has its own time on top
 

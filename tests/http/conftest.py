@@ -10,7 +10,7 @@ def ask(server):
     """POST to a model of the module's `server`."""
 
     def ask(model, path="/generate", **body):
-        response = web.post(server.url + path, json=body | {"model": model}, timeout=60)
+        response = web.post(server.url + path, json=body | {"model": model})
         assert response.status_code == 200, response.text
         return response.json()
 

@@ -39,7 +39,7 @@ AT_ONCE = 96  # streams
 LOOK_SECONDS = 0.02  # between two looks at those that are quiet
 QUIET_SECONDS = 0.25  # after which a server that says nothing is taken to wait for more
 SHORT_SECONDS = 0.1  # the same for one of many that are tried in order to shorten a stream
-SURE_SECONDS = 1.5  # the same for a stream that is looked at again, alone
+SURE_SECONDS = 10.0  # the same for a stream that is looked at again, alone
 MAX_EVENT_BYTES = 1 << 16
 
 # -- streams --

@@ -20,7 +20,7 @@ from service.http.engine.lease import Ledger
 from service.settings import Settings
 from service.shared import SharedState
 from tests.helpers import ENDLESS, RunningServer, http_processes, lasting, make_certificate, wait_until, web
-from tests.toolbox.http import answer, post, received, sent
+from tests.toolbox.http import PATIENCE, answer, post, received, sent
 from tests.toolbox.needs import program
 
 KEYS = ["first-key-0123", 'odd~!"%&/()=#', "last" * 50]
@@ -45,8 +45,8 @@ def keys_file(tmp_path_factory):
 def server(checkpoint, keys_file):
     settings = {
         "api_keys_file": keys_file, "public_metrics": "true", "cors_origins": f"http://localhost:3000,{ORIGIN}",
-        "root_path": "/chargpt", "body_timeout_seconds": 0.5, "request_timeout_seconds": 3, "max_body_bytes": 100_000,
-        "log_level": "debug",
+        "root_path": "/chargpt", "body_timeout_seconds": 0.5, "request_timeout_seconds": 1000,
+        "max_body_bytes": 100_000, "log_level": "debug",
     }  # fmt: skip
     for server in lasting(checkpoint.path, **settings):
         yield server
@@ -68,17 +68,15 @@ def https_server(checkpoint, keys_file, certificate):
         yield from lasting(checkpoint.path, **settings)
 
 
-@pytest.mark.parametrize(
-    ("method", "path"), [*(("GET", path) for path in PROTECTED), ("POST", "/generate"), ("OPTIONS", "/generate")]
-)
-def test_protected_routes_require_a_key(server, method, path):
-    response = web.request(method, server.url + path)
-    assert response.status_code == 401
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
-    assert response.headers["www-authenticate"] == "Bearer"
-    assert len(response.headers["x-request-id"]) == 32
+def test_protected_routes_require_a_key(server):
+    for method, path in (*(("GET", path) for path in PROTECTED), ("POST", "/generate"), ("OPTIONS", "/generate")):
+        response = web.request(method, server.url + path)
+        assert response.status_code == 401, (method, path)
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert len(response.headers["x-request-id"]) == 32
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/metrics"])
@@ -97,17 +95,14 @@ def test_every_key_grants_access(server, key):
     assert web.get(f"{server.url}/docs", headers=bearer(key)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "authorization",
-    [
+def test_invalid_credentials_are_rejected_and_not_echoed(server):
+    for authorization in (
         "", KEYS[0], f"Basic {KEYS[0]}", f"Bearer {KEYS[0][:-1]}", f"Bearer {KEYS[0]}4", f"Bearer {KEYS[0]} {KEYS[2]}",
         "Bearer # of the first team", f"Bearer {'x' * 9}", f"Bearer {'x' * 30_000}", b"Bearer \xff\xfe",
-    ],
-)  # fmt: skip
-def test_invalid_credentials_are_rejected_and_not_echoed(server, authorization):
-    response = web.get(f"{server.url}/info", headers={"Authorization": authorization})
-    assert response.status_code == 401
-    assert KEYS[0][:-1] not in response.text
+    ):  # fmt: skip
+        response = web.get(f"{server.url}/info", headers={"Authorization": authorization})
+        assert response.status_code == 401, authorization
+        assert KEYS[0][:-1] not in response.text
 
 
 def test_more_than_one_authorization_header_is_refused(server):
@@ -161,7 +156,7 @@ def test_only_a_listed_origin_of_another_site_runs_a_get(server):
 def test_error_responses_carry_cors_headers(server):
     def ask(method, path, status, key=KEYS[0], **body):
         headers = {"Origin": ORIGIN, "Content-Type": "application/json"} | bearer(key)
-        response = web.request(method, server.url + path, headers=headers, timeout=20, **body)
+        response = web.request(method, server.url + path, headers=headers, **body)
         assert response.status_code == status
         assert response.headers["access-control-allow-origin"] == ORIGIN
         assert response.headers["access-control-expose-headers"] == ", ".join(EXPOSED_HEADERS)
@@ -271,7 +266,6 @@ def trickled(server):
             connection.sendall(b" ")
         for _ in range(5):
             connection.sendall(b" " * 1000)
-            time.sleep(0.02)
         with answer(connection) as response:
             yield response
             response.read()
@@ -311,8 +305,8 @@ def test_request_outlives_the_body_timeout_and_aborts_on_disconnect(server):
 def test_every_http_process_serves_tls(https_server):
     body = {"prompt": "abc", "max_tokens": 5, "seed": 1}
     texts = set()
-    for _ in range(20):
-        response = httpx.post(f"{https_server.url}/generate", json=body, headers=bearer(KEYS[2]))
+    for _ in range(8):
+        response = httpx.post(f"{https_server.url}/generate", json=body, headers=bearer(KEYS[2]), timeout=PATIENCE)
         texts.add(response.json()["choices"][0]["text"])
     assert len(texts) == 1
     with pytest.raises(httpx.TransportError):
@@ -327,7 +321,7 @@ def test_tls_1_2_is_the_minimum(https_server, certificate):
         context = ssl.create_default_context(cafile=certificate[0])
         context.set_ciphers("ALL:@SECLEVEL=0")  # otherwise the client would refuse
         context.minimum_version, context.maximum_version = minimum, maximum
-        with socket.create_connection(("127.0.0.1", https_server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", https_server.port), timeout=PATIENCE) as connection:
             with context.wrap_socket(connection, server_hostname="127.0.0.1") as secure:
                 return secure.version()
 

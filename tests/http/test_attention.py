@@ -11,6 +11,7 @@ from service.http.engine.attention_thread import MAX_WAITING, AttentionThread
 from service.http.request import Request
 from service.model.attention import attention_layers
 from tests.helpers import save_random, serving, wait_until, web
+from tests.toolbox.http import PATIENCE
 
 TEXT = "To be or"  # as long as the model's block_size
 
@@ -84,7 +85,7 @@ async def test_texts_run_one_by_one_and_too_many_are_refused():
 
     def call():
         running.append(1)
-        assert may_end.wait(10)
+        assert may_end.wait(PATIENCE)
         return []
 
     futures = [thread.submit(call) for _ in range(MAX_WAITING)]

@@ -23,6 +23,7 @@ from service.shared import REASONS, SharedState
 from service.sockets import ConsumerLost, WorkerSide
 from service.wire import Answer, Delta, Draw, Drawn, Refused, Step, Submit
 from tests.helpers import logprobs_of
+from tests.toolbox.http import PATIENCE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 CONFIG = GPTConfig(vocab_size=2, block_size=4, n_layer=2, n_head=1, n_kv_head=1, n_embd=8)
@@ -38,7 +39,7 @@ class Peer:
         self.state.beat("worker-0")
 
     async def until(self, condition):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while not condition():
                 messages = [message for _, message in self.worker.receive(block=False)]
                 self.received += [message for message in messages if message != ConsumerLost()]
@@ -252,7 +253,7 @@ async def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with
     assert "".join(text for text, _ in texts[0]) == "abba"
     assert [value for _, rows in texts[0] for value, _ in rows] == [-0.5, -0.25, -0.125, -9.0]
     with pytest.raises(ApiError, match="did not repeat the text") as diverged:
-        await asyncio.wait_for(tasks[1], 10)
+        await asyncio.wait_for(tasks[1], PATIENCE)
     assert diverged.value.status == 500
     for _ in range(MAX_RUNS - 1):
         await peer.lose_worker()

@@ -1,5 +1,6 @@
 """httplint, the checks of REDbot, finds nothing wrong with one answer of each kind."""
 
+import contextlib
 import http.client
 import io
 import time
@@ -127,11 +128,14 @@ def check(request, response, status):
     return answer
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_has_no_flaw(server, name):
-    request, status = ANSWERS[name]
-    with sent(server.port, request) as connection:
-        check(request, received(connection), status)
+def test_an_answer_has_no_flaw(server):
+    with contextlib.ExitStack() as stack:
+        connections = {name: stack.enter_context(sent(server.port, request)) for name, (request, _) in ANSWERS.items()}
+        for name, (request, status) in ANSWERS.items():
+            try:
+                check(request, received(connections[name]), status)
+            except AssertionError as error:
+                raise AssertionError(name) from error
 
 
 def test_a_file_that_has_not_changed_has_no_flaw(server):

@@ -1,9 +1,8 @@
-"""What requests may hold: the estimate against measured memory, and the limits on a real server."""
+"""What requests may hold: the estimate, and the limits on a real server."""
 
 import concurrent.futures
 import json
 import sys
-import threading
 import tracemalloc
 from typing import Any
 
@@ -18,9 +17,8 @@ from service.model.params import SamplingParams
 from service.settings import Settings
 from service.shared import SharedState
 from service.wire import Submit
-from tests.helpers import VOCABULARY, http_processes, serving, web
+from tests.helpers import VOCABULARY, serving, web
 from tests.toolbox.http import post, sent
-from tests.toolbox.launch import is_worker
 
 V = len(VOCABULARY)
 MiB = 1 << 20
@@ -102,23 +100,20 @@ def server(slow):
         assert "Traceback" not in server.output()
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
+def test_a_request_that_may_need_too_much_memory_is_refused_for_good(server):
+    for path, body, param in (
         ("/generate", {"prompt": "a", "max_tokens": 87_382}, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 400, "n": 8, "logprobs": V}, "logprobs"),
         ("/v1/completions", {"prompt": "a" * 90_000, "max_tokens": 0, "echo": True, "logprobs": 0}, "prompt"),
         ("/generate", {"prompt": "a", "suffix": "b", "max_tokens": 20_000, "best_of": 8}, "prompt"),
         ("/v1/score", {"texts": ["a" * 100_000]}, "prompt"),
-    ],
-)
-def test_a_request_that_may_need_too_much_memory_is_refused_for_good(server, path, body, param):
-    response = web.post(server.url + path, json=body)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (400, param, None), error
-    assert error["message"].startswith(f"{param}: ")
-    for part in (f", {2 * MiB} are allowed", "lower n, logprobs or max_tokens, or shorten the prompt", "may need "):
-        assert part in error["message"]
+    ):
+        response = web.post(server.url + path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, param, None), (path, error)
+        assert error["message"].startswith(f"{param}: ")
+        for part in (f", {2 * MiB} are allowed", "lower n, logprobs or max_tokens, or shorten the prompt", "may need "):
+            assert part in error["message"]
 
 
 def test_requests_beyond_the_memory_of_a_client_are_refused_for_now_and_all_is_released(server):
@@ -142,12 +137,6 @@ def test_a_body_is_held_while_it_is_received(server):
     content = json.dumps({"prompt": "a" * MiB}).encode()
     with sent(server.port, post("/generate", content[: MiB // 2], Content_Length=len(content))):
         server.wait_until_metric("chargpt_held_bytes", MiB // 2)
-    server.wait_until_metric("chargpt_held_bytes", 0)
-    [http], head = http_processes(server), b"POST /generate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    before = http.memory_info().rss
-    with sent(server.port, head + b"1\r\na\r\n" * MiB):  # of which each was held as an object
-        server.wait_until_metric("chargpt_held_bytes", MiB)
-        assert http.memory_info().rss - before < 10 * MiB
     server.wait_until_metric("chargpt_held_bytes", 0)
 
 
@@ -173,49 +162,14 @@ def test_every_ending_releases_what_a_request_held(server):
                 return 0
         try:
             url, is_timed = f"{server.url}/generate", "timeout_seconds" in body
-            while (status := web.post(url, json=body, timeout=60).status_code) == 429 and is_timed:
+            while (status := web.post(url, json=body).status_code) == 429 and is_timed:
                 pass  # until it runs
             return status
         except httpx.TransportError:  # refused before all of the body was read
             return 413
 
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        statuses = set(pool.map(ask, range(200)))
+        statuses = set(pool.map(ask, range(140)))
     assert {200, 400, 413, 429, 504} <= statuses and 500 not in statuses
     server.wait_until_all_ended()
     server.wait_until_metric("chargpt_held_bytes", 0)
-
-
-def resident_bytes(server):
-    """Of the HTTP process and the worker."""
-    main, *others = server.processes()
-    worker = server.worker()
-    return sum(p.memory_info().rss for p in others if p == worker or not is_worker(p))
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "estimated", "beside"),
-    [
-        ("/generate", {"prompt": "A", "max_tokens": 3000, "n": 15, "logprobs": V}, 15 * 3000 * (24 + 12 * (1 + V)), 25),
-        ("/v1/score", {"texts": ["a" * 800_000]}, 800_000 * (32 + 12), 64),  # an allocator's spike of 40 MiB was seen
-    ],
-)
-def test_the_estimate_is_near_what_a_large_request_holds(checkpoint, path, body, estimated, beside):
-    with serving(checkpoint.path, max_request_bytes=64 * MiB) as server:
-        web.post(server.url + path, json=body | ({"max_tokens": 20} if "max_tokens" in body else {"texts": "ab"}))
-        before, most, is_done = resident_bytes(server), 0, threading.Event()
-
-        def watch():
-            nonlocal most
-            while not is_done.wait(0.01):
-                most = max(most, resident_bytes(server))
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        with web.stream("POST", server.url + path, json=body, timeout=120) as response:
-            assert response.status_code == 200
-            assert sum(map(len, response.iter_raw())) > MiB
-        is_done.set()
-        watcher.join()
-        # Beside what the request holds: memory that allocators keep, and buffers of the first long prefill.
-        assert 0.3 * estimated < most - before < 1.5 * estimated + beside * MiB

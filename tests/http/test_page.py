@@ -16,7 +16,7 @@ from playwright.sync_api import expect
 from service.http.handlers.files import STATIC
 from service.settings import BUNDLED
 from tests.helpers import VOCABULARY, lasting, save_random, serving, wait_until, web
-from tests.toolbox.http import events
+from tests.toolbox.http import PATIENCE, events
 from tests.toolbox.launch import free_port
 from tests.toolbox.needs import program
 
@@ -34,7 +34,7 @@ def server(bundled):
 @pytest.fixture
 def visit(browser, server):
     """Opens the page at a fragment. At the end: no errors in the console but for refusals, no other server asked."""
-    expect.set_options(timeout=20_000)
+    expect.set_options(timeout=1000 * PATIENCE)
     contexts, problems, asked = [], [], []
 
     def visit(fragment="", url=server.url + "/", may_fail=False, **options):
@@ -488,7 +488,7 @@ def test_key_busy_gone_and_back_behind_a_prefix(visit, tmp_path):
 
         headers = {"Authorization": f"Bearer {KEY}"}
         body = {"prompt": "a", "max_tokens": 50_000_000, "stream": True}
-        with httpx.stream("POST", f"{server.url}/generate", json=body, headers=headers, timeout=30) as busy:
+        with httpx.stream("POST", f"{server.url}/generate", json=body, headers=headers, timeout=PATIENCE) as busy:
             stream = events(busy)  # kept: its end would end the connection
             next(stream)
             page.click("#go")

@@ -1,0 +1,89 @@
+"""Variants of `python -m service` for tests: one that counts what it does, and one whose minutes do not pass."""
+
+BEGIN = """
+import os
+os.environ["PROMETHEUS_MULTIPROC_DIR"] = ""  # before prometheus_client is imported; `serve` names the folder
+import sys
+from service.__main__ import serve
+from service.settings import read_settings
+
+options = {}
+"""
+END = """
+sys.exit(serve(read_settings(), **options))
+"""
+
+# Without a garbage collector. GET /counted and /traced report counts since the last report: the most bytes that one
+# request and all requests have held, pauses of long work, which pauses wherever it may, and objects in reference
+# cycles. /traced also reports the bytes that Python has allocated since the first /traced, and their peak.
+COUNTS = """
+import gc, json, tracemalloc
+from service import server
+from service.http import app
+from service.http.answering import pause
+from service.http.api.openapi import Operation
+from service.http.engine.lease import Lease
+
+counts = {"of_one": 0, "of_all": 0, "pauses": 0}
+hold, if_due = Lease.hold, pause.Pause.if_due
+
+def counted_hold(lease, bytes, num_sequences=1):
+    hold(lease, bytes, num_sequences)
+    counts["of_one"] = max(counts["of_one"], bytes)
+    counts["of_all"] = max(counts["of_all"], lease._ledger.held)
+
+async def counted_pause(pause):
+    counts["pauses"] += 1
+    await if_due(pause)
+
+def answer(request):
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()  # what the process itself has is not looked through each time
+    traced, peak = tracemalloc.get_traced_memory()
+    held = request.lease._ledger.held
+    found = counts | {"traced": traced, "peak": peak, "held": held, "garbage": gc.collect()}
+    request.respond(json.dumps(found).encode())
+    counts.update(of_one=0, of_all=0, pauses=0)
+
+def counted(service, request):
+    tracemalloc.stop()
+    answer(request)
+
+def traced(service, request):
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
+    answer(request)
+    tracemalloc.reset_peak()
+
+Lease.hold, pause.Pause.if_due, pause.BUSY_SECONDS = counted_hold, counted_pause, 0.0
+own = [Operation(f"/{it.__name__}", it, "counts", "operation") for it in (counted, traced)]
+app.OPERATIONS = (*app.OPERATIONS, *own)
+server.relax_garbage_collector = gc.disable
+"""
+
+# With a middleware that answers /status/N with that status.
+ANSWERING = """
+class Answering:
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if not scope["path"].startswith("/status/"):
+            return await self.app(scope, receive, send)
+        await send({"type": "http.response.start", "status": int(scope["path"][8:]), "headers": []})
+        await send({"type": "http.response.body", "body": b"own"})
+
+options["middlewares"] = [Answering]
+"""
+
+# Limits of clients per minute are counted at one moment.
+STILL = """
+from service.http.engine.client_limits import ClientLimits
+
+ClientLimits.__init__.__defaults__ = (None, lambda: 1000.0)
+"""
+
+COUNTING = ("-c", BEGIN + COUNTS + END)
+COUNTING_WITH_MIDDLEWARE = ("-c", BEGIN + COUNTS + ANSWERING + END)
+TIMELESS = ("-c", BEGIN + STILL + END)
