@@ -350,13 +350,16 @@ class Apart(contextlib.AbstractContextManager):
 
     begin: the event that lets it begin; default: at once.
     drains: requests that are open at the end are awaited, instead of cut off.
+    least: so many answers are awaited in any case.
     """
 
     outcome: Outcome
 
-    def __init__(self, port: int, requests: Requests, *, begin: Any = None, drains: bool = False, **options: Any):
+    def __init__(
+        self, port: int, requests: Requests, *, begin: Any = None, drains: bool = False, least: int = 0, **options: Any
+    ):
         self._over, (self._results, theirs) = SPAWN.Event(), SPAWN.Pipe(duplex=False)
-        arguments = (theirs, begin, self._over, drains, port, requests, options)
+        arguments = (theirs, begin, self._over, drains, least, port, requests, options)
         self._process = SPAWN.Process(target=_run_apart, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -376,7 +379,11 @@ class Apart(contextlib.AbstractContextManager):
 SPAWN = multiprocessing.get_context("spawn")  # a fork would inherit connections
 
 
-def _run_apart(results: Any, begin: Any, over: Any, drains: bool, port: int, requests: Requests, options: Any) -> None:
+def _run_apart(
+    results: Any, begin: Any, over: Any, drains: bool, least: int, port: int, requests: Requests, options: Any
+) -> None:
+    replies: list[Reply] = []
+
     def due() -> Iterator[Due]:
         results.send("ready")
         if begin is not None:
@@ -386,8 +393,11 @@ def _run_apart(results: Any, begin: Any, over: Any, drains: bool, port: int, req
                 return
             yield each
 
+    def is_over() -> bool:
+        return over.is_set() and sum(reply.ended_at is not None for reply in replies) >= least
+
     gc.disable()
-    results.send(run(port, due(), is_over=None if drains else over.is_set, **options))
+    results.send(run(port, due(), is_over=None if drains else is_over, replies=replies, **options))
 
 
 # Requests
