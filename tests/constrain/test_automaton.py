@@ -45,11 +45,16 @@ def allowed_by(guide, remaining, may_leave=True):
     return guide.allowed()
 
 
-def check_allowed(guide, prefix, language, remaining, min_tokens):
+def matches(pattern, least, most):
+    texts = ("".join(t) for n in range(least, most + 1) for t in itertools.product(VOCABULARY, repeat=n))
+    return {t for t in texts if re.fullmatch(pattern, t)}
+
+
+def check_allowed(guide, prefix, language, min_tokens):
     """Compare with the matches of allowed lengths; returns (allowed ids, those in the pattern)."""
     good = {i for i, c in enumerate(VOCABULARY) if any(t.startswith(prefix + c) for t in language)}
     ids = set(range(len(VOCABULARY)))
-    mask = allowed_by(guide, remaining)
+    mask = guide.allowed()
     mine = ids if mask is None else set(np.flatnonzero(mask))
     if mask is not None:
         assert (mask.dtype, mask.shape, mask.flags.writeable) == (np.bool_, (len(VOCABULARY),), False)
@@ -58,7 +63,8 @@ def check_allowed(guide, prefix, language, remaining, min_tokens):
     if prefix not in language or len(prefix) < min_tokens:
         assert mine == good
     else:
-        leaving = {i for i in ids if follow(guide.automaton, prefix + VOCABULARY[i]) is None}
+        may_leave = guide.may_leave or not good
+        leaving = {i for i in ids if may_leave and follow(guide.automaton, prefix + VOCABULARY[i]) is None}
         assert mine == good | leaving or (mask is None and not good | leaving)
     return mine, good
 
@@ -69,8 +75,7 @@ def test_guided_texts_match_within_their_budget(pattern, min_tokens, room, chanc
     max_tokens = min(6, min_tokens + room)
     automaton = compile_regex(pattern, VOCABULARY)
     reference = re.compile(pattern)
-    texts = ("".join(t) for n in range(max_tokens + 1) for t in itertools.product(VOCABULARY, repeat=n))
-    language = {t for t in texts if len(t) >= min_tokens and reference.fullmatch(t)}
+    language = matches(pattern, min_tokens, max_tokens)
     minimum = MinimumLength.of(automaton, min_tokens, max_tokens)
     assert (minimum is not None) == bool(language)
     if not min_tokens:
@@ -81,10 +86,11 @@ def test_guided_texts_match_within_their_budget(pattern, min_tokens, room, chanc
         minimum = None  # which is the same
     else:
         minimum = MinimumLength.unpack(minimum.pack())
-    guide, text = Guide(automaton, max_tokens, minimum), ""
+    options = {} if chance.random() < 0.5 else {"may_leave": False}
+    guide, text = Guide(automaton, max_tokens, minimum, **options), ""
     while len(text) < max_tokens and not guide.must_end:
         assert guide.may_end == bool(reference.fullmatch(text))
-        mine, good = check_allowed(guide, text, language, max_tokens - len(text), min_tokens)
+        mine, good = check_allowed(guide, text, language, min_tokens)
         id = chance.choice(sorted(mine))
         taken = guide.push(id)
         assert taken == (id in good)
@@ -94,6 +100,46 @@ def test_guided_texts_match_within_their_budget(pattern, min_tokens, room, chanc
     assert text in language and guide.may_end
     if guide.must_end and len(text) < max_tokens:
         assert not any(longer != text and longer.startswith(text) for longer in language)
+
+
+@given(
+    st.sampled_from(PATTERNS),
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.booleans(),
+    st.lists(st.integers(0, 2), max_size=7),
+)
+@settings(max_examples=200)
+def test_without_masks_a_guide_refuses_the_first_id_after_which_nothing_matches(pattern, least, room, may_leave, ids):
+    automaton, language = compile_regex(pattern, VOCABULARY), matches(pattern, least, least + room)
+    if not language:
+        return
+    minimum = MinimumLength.of(automaton, least, least + room)
+    guide, text, refused = Guide(automaton, least + room, minimum, may_leave, masks=False), "", None
+    for id in ids:
+        assert guide.allowed() is None
+        longer = text + VOCABULARY[id]
+        taken = guide.push(id)
+        assert taken == any(t.startswith(longer) for t in language)
+        if not taken:
+            refused = id
+            break
+        text = longer
+    assert guide.accepts(None) == (text in language)
+    if refused is not None:
+        assert guide.accepts(refused) == (text in language and may_leave and follow(automaton, longer) is None)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_forced_ids_are_those_that_every_match_begins_with(pattern):
+    language, forced = matches(pattern, 0, 7), ""
+    while forced not in language:
+        following = {t[len(forced)] for t in language if t.startswith(forced)}
+        if len(following) > 1:
+            break
+        forced += following.pop()
+    found = Guide(compile_regex(pattern, VOCABULARY)).forced()
+    assert "".join(VOCABULARY[id] for id in found) == forced
 
 
 def test_a_text_that_cannot_be_completed_further_ends_with_any_id():
