@@ -16,7 +16,7 @@ import psutil
 from service.settings import BUNDLED, Settings, available_cpus
 from service.supervisor import SETTLED_SECONDS
 from tests.chaos.client import Probe, ask
-from tests.helpers import RunningServer, wait_until
+from tests.helpers import UNBOUNDED, RunningServer, wait_until
 from tests.toolbox.figures import quantile
 from tests.toolbox.launch import Program, Server, is_worker, module
 from tests.toolbox.load import Reply
@@ -25,7 +25,7 @@ Figure = float | int | str
 Sample = tuple[float, dict[tuple[str, int], tuple[int, int, int]]]  # time; bytes, files, threads by role and process
 MB = 1e6
 # What RunningServer changes for tests.
-DEFAULTS = {name: Settings.model_fields[name].default for name in ("max_tokens", "max_request_bytes", "max_held_bytes")}
+DEFAULTS = {name: Settings.model_fields[name].default for name in ("max_tokens", *UNBOUNDED)}
 SHORT = {"prompt": "ROMEO:", "max_tokens": 5, "seed": 1}
 STOCK_HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from service.catalog import Version
 from service.http.api.errors import ApiError
-from service.http.engine.client import MAX_RUNS, REFUSING_SECONDS, EngineClient
+from service.http.engine.client import MAX_RUNS, EngineClient
 from service.http.engine.model import Model
 from service.http.engine.patterns import PatternThread
 from service.http.request import Request
@@ -265,7 +265,7 @@ async def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with
 
 
 async def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused(peer, monkeypatch):
-    monkeypatch.setattr("service.http.engine.client.REPLACING_SECONDS", 0.3)
+    monkeypatch.setattr("service.http.engine.client.REPLACING_SECONDS", 60.0)
     client = peer.client
     with peer.no_worker():
         await peer.until(lambda: not client.is_ready)
@@ -277,8 +277,10 @@ async def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused
     with peer.no_worker():
         await peer.until(lambda: not client.is_ready)
         generation = client.start(peer.model, [submit([0])] * 3, time.monotonic(), window=2)
+        client.sweep(time.monotonic() + 61)
         with pytest.raises(ApiError, match="no inference process is ready"):
             await generation.whole()
+        monkeypatch.setattr("service.http.engine.client.REPLACING_SECONDS", 0.0)
         with pytest.raises(ApiError, match="no inference process is ready"):
             client.start(peer.model, [submit([0])], time.monotonic())
     assert peer.counts() == {"submitted": 4, "refused": 3, "begun": 1, "length": 1}
@@ -315,7 +317,7 @@ async def test_a_draw_that_lost_its_worker_gives_each_answer_once(peer):
 
 async def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(peer, monkeypatch):
     """Not that of a new sequence, which it was when it waited for its first worker."""
-    monkeypatch.setattr("service.http.engine.client.REPLACING_SECONDS", 0.3)
+    monkeypatch.setattr("service.http.engine.client.REPLACING_SECONDS", 60.0)
     with peer.no_worker():
         await peer.until(lambda: not peer.client.is_ready)
         generation = peer.client.start(peer.model, [submit([0])], time.monotonic())
@@ -323,7 +325,8 @@ async def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(peer, m
     task = asyncio.create_task(generation.whole())
     peer.received.clear()
     with peer.no_worker():
-        await asyncio.sleep(0.5)
+        await peer.until(lambda: not peer.client.is_ready)
+        peer.client.sweep(time.monotonic() + 61)
     await peer.until(lambda: peer.received)
     [sent] = peer.received
     peer.send(Delta(sent.id, [1], "length", scheduled_at=1.0, prefilled_at=2.0, ended_at=3.0))
@@ -374,7 +377,8 @@ async def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client(p
         client.refuse_if_full("b")
 
 
-async def test_a_refusal_before_the_worker_is_asked_is_for_a_moment_and_of_what_it_would_refuse_too(peer):
+async def test_a_refusal_before_the_worker_is_asked_is_for_a_moment_and_of_what_it_would_refuse_too(peer, monkeypatch):
+    monkeypatch.setattr("service.http.engine.client.REFUSING_SECONDS", 60.0)
     for patience, count in ((1e9, 1), (0.0, 2), (0.0, 1)):
         peer.client._patience = patience
         submits = [submit([0], client="b") for _ in range(count)]
@@ -390,5 +394,5 @@ async def test_a_refusal_before_the_worker_is_asked_is_for_a_moment_and_of_what_
     peer.client.num_models = 2  # whose queues are others
     peer.client.refuse_if_full("b")
     peer.client.num_models = 1
-    peer.client.sweep(time.monotonic() + REFUSING_SECONDS)
+    peer.client.sweep(time.monotonic() + 60.0)
     peer.client.refuse_if_full("b")

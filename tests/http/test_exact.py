@@ -199,7 +199,7 @@ def test_a_deadline_ends_it_and_says_how_far_it_came(server):
     for mask_rest in (False, True):
         response = web.post(f"{server.url}/generate", json=body | {"mask_rest": mask_rest})
         assert response.status_code == 504
-    assert re.search(r"its timeout_seconds: 0 of \d\d+ candidates matched$", response.json()["error"]["message"])
+    assert re.search(r"its timeout_seconds: 0 of \d+ candidates matched$", response.json()["error"]["message"])
 
 
 def test_masked_answers_have_what_is_left_of_the_whole_time_limit(server):

@@ -465,7 +465,7 @@ def test_a_client_that_leaves_before_anything_runs_is_counted_and_nothing_runs_f
 
 
 def test_a_reader_that_stops_does_not_hold_up_the_shutdown(checkpoint):
-    with serving(checkpoint.path, drain_seconds=2) as server:
+    with serving(checkpoint.path, drain_seconds=1) as server:
         body = {"prompt": "a", "max_tokens": 25_000, "stream": True, "logprobs": 5}  # more than fits all buffers
         with sent(server.port, post("/generate", body), receive_bytes=1024):
             server.wait_until_metric("chargpt_generation_tokens_total", 25_000)
