@@ -1,8 +1,11 @@
-"""The toolbox: required areas, server-sent events, the load generator."""
+"""The toolbox: required areas, server-sent events, the load generator, recorded answers."""
+
+import json
 
 import pytest
 
-from tests.toolbox import http, load, needs
+from tests.helpers import web
+from tests.toolbox import http, load, needs, replay, requests
 
 
 def test_missing_area_skips_unless_required(monkeypatch, tmp_path):
@@ -76,3 +79,41 @@ def test_answers_and_their_events_and_ends_are_found_for_any_fragmentation(data,
     assert (reply.ending, reply.num_events, reply.num_bytes) == (ending, events, len(data))
     if ending == "complete":
         assert reply.body == b"hello" or reply.text == "a0\r"
+
+
+def test_the_same_answers_are_equal_and_a_changed_one_is_noticed(tmp_path):
+    replay.make_models(tmp_path)
+    some = [it for it in requests.make_requests(120, seed=1) if it["server"] == "records"]
+    assert some == [it for it in requests.make_requests(120, seed=1) if it["server"] == "records"]
+    with replay.all_serving(tmp_path, ["records"]) as ports:
+        port = ports["records"]
+        first, again = ([replay.answer_to(it, port) for it in some] for _ in range(2))
+        document = web.get(f"http://127.0.0.1:{port}/openapi.json").json()
+    assert list(replay.differences(first, again)) == []
+    assert {200, 400, 404} <= {answer["status"] for answer in first}
+    for path, names in requests.ROUTES.items():  # each field of each route is sent
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert set(names) == document["components"]["schemas"][schema.rpartition("/")[2]]["properties"].keys()
+    whole = next(it for it in again if it["status"] == 200 and isinstance(it["body"], dict) and it["body"].get("usage"))
+    whole["body"]["usage"]["prompt_tokens"] += 1
+    ((where, before, now),) = replay.differences(first, again)
+    assert where == f"[{again.index(whole)}].body.usage.prompt_tokens" and now == before + 1
+
+
+def test_streams_are_equal_however_their_texts_are_divided():
+    def stream(*pieces, done="data: [DONE]"):
+        last = {"id": "0" * 32, "usage": {"prompt_tokens": 1}, "chargpt": {"timing": {"queue_seconds": 0.5}}}
+        return replay.stream_of("".join(f"data: {json.dumps(it)}\n\n" for it in (*pieces, last)) + done + "\n\n")
+
+    def piece(text, end=None, index=0):
+        return {"index": index, "text": text, "finish_reason": end, "logprobs": {"tokens": list(text)}}
+
+    one = stream(piece("a"), piece("c", "stop", 1), piece("b", "length"))
+    assert one["choices"] == [
+        [0, {"text": "ab", "finish_reason": "length", "logprobs": {"tokens": ["a", "b"]}}],
+        [1, {"text": "c", "finish_reason": "stop", "logprobs": {"tokens": ["c"]}}],
+    ]
+    assert one == stream(piece("c", "stop", 1), piece("ab", "length")) and one["id"] == "*"
+    others = stream(piece("c", "stop", 1), piece("ax", "length"), done="id: done\ndata: [DONE]")
+    found = {where for where, *_ in replay.differences(one, others)}
+    assert found == {"end", "choices[0][1].text", "choices[0][1].logprobs.tokens[1]"}
