@@ -395,9 +395,8 @@ def test_an_address_that_cannot_be_bound_is_one_sentence(checkpoint):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port, in_use = taken.getsockname()[1], "Address already in use"
-        message = f"cannot listen on 127.0.0.1, port {port}: {in_use}; choose another port: "
         for host, reason in (
-            ("127.0.0.1", f"{message}--port {port ^ 1}"),
+            ("127.0.0.1", message := f"cannot listen on 127.0.0.1, port {port}: {in_use}; choose another port: --port"),
             ("localhost", f"cannot listen on localhost (127.0.0.1), port {port}: {in_use}"),
             ("192.0.2.1", f"cannot listen on 192.0.2.1, port {port}: Cannot assign requested address"),
             ("a" * 80, f"--host {'a' * 80}: neither an IP address nor a name that has one: "),
