@@ -46,6 +46,12 @@ def test_a_stop_that_is_cut_off_begins_after_min_tokens():
     assert s.finish_reason == "stop" and s.emit()[0] == [7]
 
 
+def test_a_stop_that_is_kept_may_end_at_min_tokens():
+    s = sequence(0, max_tokens=9, min_tokens=2, stop=((7, 8),), include_stop=True)
+    assert s.extend([7, 8, 1]) == 2
+    assert s.finish_reason == "stop" and s.emit()[0] == [7, 8]
+
+
 def test_held_ids_are_emitted_when_the_sequence_ends_by_length():
     s = sequence(0, max_tokens=2, stop=((7, 8, 9),))
     s.append(7)
