@@ -23,7 +23,7 @@ from tests.training.runs import tiny
 
 TINY_PLAN = replace(
     serve.QUICK, repeats=1, shapes=("S",), rows=(1, 3), engine_seconds=0.01, clients=(1, 2), http_seconds=1.0,
-    first_requests=3, path_seconds=0.3, streams=(1, 64), paced_length=10,
+    first_requests=3, path_seconds=3, streams=(1, 64), paced_length=10,
 )  # fmt: skip
 
 
