@@ -405,7 +405,7 @@ def test_an_address_that_cannot_be_bound_is_one_sentence(checkpoint):
                 bind(host, port)
             assert str(error.value).startswith(reason) and "\n" not in str(error.value)
         refused = refusal("--checkpoint", checkpoint.path, "--port", port)
-        assert refused == f"python -m service: {message}--port {port ^ 1}\n"
+        assert refused == f"python -m service: {message} {port ^ 1}\n"
     with bind("127.0.0.1", 0) as listener, listener.dup():  # as starting processes do
         assert not os.get_blocking(listener.fileno()), "processes that accept would wait there"
 
