@@ -209,15 +209,21 @@ def json_line(fields: dict[str, Any]) -> bytes:
     return msgspec.json.encode(fields) + b"\n"
 
 
+# Control characters, with which the name of a folder could change the terminal or forge lines.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+
+
 def text_line(fields: dict[str, Any]) -> bytes:
     """Format a line for a terminal: local time, message, further fields, request ids."""
     clock = datetime.fromisoformat(fields["timestamp"]).astimezone().time().isoformat("milliseconds")
     line = f"{clock} {fields['level']} {fields['process']} {fields['logger']}: {fields['message']}"
     line += "".join(f" {name}={value}" for name, value in fields.items() if name not in FIXED_FIELDS)
+    line = line.translate(CONTROLS)
     if "request_id" in fields or fields.get("request_ids"):
         line += f" [{' '.join(fields.get('request_ids') or [fields['request_id']])}]"
     if "exception" in fields:
-        line += "\n" + fields["exception"].rstrip("\n")
+        lines = fields["exception"].rstrip("\n").split("\n")
+        line += "".join("\n" + each.translate(CONTROLS) for each in lines)
     return line.encode() + b"\n"
 
 
