@@ -24,7 +24,7 @@ RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled native image lock sbom test test-lowest test-native-sanitized test-optimized test-slow \
-  test-tools mutants chaos chaos-train framing bench bench-quick bench-table bench-train bench-exact gpu-check load \
+  test-tools mutants chaos chaos-train bench bench-quick bench-table bench-train bench-exact gpu-check load \
   load-sweep rules lint clean
 .DEFAULT_GOAL := help
 
@@ -117,9 +117,6 @@ mutants: $(VENV)/.installed-dev ## make 60 small changes to FILE, one at a time,
 
 chaos: $(VENV)/.installed-test ## kill, hang, flood and starve real servers, under 30 minutes: tests/chaos/RESULTS.md
 	$(BIN)/python -m tests.chaos $(ARGS)
-
-framing: $(VENV)/.installed-test ## read 200,000 random byte streams as HTTP, beside h11 and hyper: tests/http/framing.json
-	$(BIN)/python -m tests.http.framing $(ARGS)
 
 chaos-train: $(VENV)/.installed-test ## stop runs and saves at 116 random moments and compare the outcomes
 	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)

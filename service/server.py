@@ -30,17 +30,15 @@ from litserve.loops.loops import inference_worker
 from service.catalog import Catalog
 from service.engine.worker import EngineAPI, EngineLoop
 from service.http.app import App
-from service.http.connection.asgi import Middlewares
+from service.http.connection.guard import Connection
 from service.http.connection.limits import ConnectionLimits
-from service.http.connection.listening import Loop
-from service.http.connection.protocol import Connection
 from service.http.process import running
 from service.http.service import Service
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
 from service.placement import BackendError, check_devices, choose_accelerator, choose_backend, choose_slots
 from service.process import become, blocked, relax_garbage_collector, return_large_blocks
-from service.settings import ClientLimitsFile, Settings
+from service.settings import ClientLimitsFile, Settings, refuse_password
 from service.shared import SharedState, SharedTable
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
 
@@ -74,8 +72,8 @@ class Server(LitServer):
 
     def __init__(self, settings: Settings, catalog: Catalog, middlewares: list[Any] | None = None):
         self.settings, self.catalog = settings, catalog
-        self._table = SharedTable(settings.http_processes)  # clients and connections
-        self.connections = ConnectionLimits(settings, self._table, lambda: self.service.metrics)
+        self._table = SharedTable(settings.http_processes)  # clients
+        self.connections = ConnectionLimits(settings, lambda: self.service.metrics)
         self.must_hurry = False  # True after a second signal: do not wait for running requests
         self._must_reload = False  # True after SIGHUP
         self._reading = threading.Thread()  # reads checkpoints after SIGHUP; a large one takes seconds
@@ -120,9 +118,7 @@ class Server(LitServer):
             settings, catalog.listing, catalog.checkpoints, self.state, self._table,
             backend=backend, dtype=dtype, slots=slots, devices=devices,
         )  # fmt: skip
-        self.http = App(self.service)
-        if self.middlewares:
-            self.http.middlewares = Middlewares(self.http, self.middlewares)
+        self.http = App(self.service, middlewares or ())
         self.http.add_files()
 
     def run(self, host: str | None = None, port: int | str | None = None, **others: Any) -> None:
@@ -279,9 +275,9 @@ class Server(LitServer):
         """Listen, and return uvicorn's configuration. Raises BackendError: another process has taken the address."""
         settings = self.settings
         config = uvicorn.Config(
-            self._lifespan,
-            loop=Loop,  # type: ignore[arg-type]  # a class, as uvicorn takes one
-            http=functools.partial(Connection, self.connections, self.http),  # type: ignore[arg-type]
+            self._answer,
+            loop="uvloop",
+            http=functools.partial(Connection, self.connections),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             interface="asgi3",
@@ -316,12 +312,15 @@ class Server(LitServer):
             process.start()
         return process
 
-    async def _lifespan(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Any]) -> None:
-        """ASGI's lifespan of an HTTP process. Connection handles its requests."""
+    async def _answer(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Any]) -> None:
+        """The ASGI application of an HTTP process: its lifespan, and its requests."""
+        if scope["type"] != "lifespan":
+            await self.http(scope, receive, send)
+            return
         await receive()  # lifespan.startup
         self._table.process = self._http_id
         become(self.state.http_names[self._http_id], self.state.main_pid)
-        async with running(self.http, self._http_id, self.connections):
+        async with running(self.http, self._http_id):
             relax_garbage_collector()
             return_large_blocks()
             sys.setswitchinterval(SWITCH_SECONDS)
@@ -361,11 +360,8 @@ class Server(LitServer):
                 for path in filter(None, (certificate, self.settings.tls_key)):
                     copy.write(path.read_bytes() + b"\n")
                 copy.flush()
-                for context in (
-                    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
-                    used,
-                ):  # the first context only tries the files
-                    context.load_cert_chain(copy.name)
+                for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), used):  # the first only tries the files
+                    context.load_cert_chain(copy.name, password=refuse_password)
                 self.service.exposition.certificate_expires_at = certificate_expiry(Path(copy.name))
             logger.info("certificate read again from %s", certificate)
         except (OSError, ValueError) as error:  # ssl.SSLError included

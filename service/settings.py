@@ -64,12 +64,7 @@ def cpus_per_worker(others: dict[str, Any]) -> int:
     return max(1, available_cpus() // workers)
 
 
-def half_of_connections(others: dict[str, Any]) -> int:
-    return max(1, others.get("max_connections", 1) // 2)
-
-
-half_of_connections.__qualname__ = "--max-connections ÷ 2"  # how --help shows a default factory
-cpus_per_worker.__qualname__ = "CPUs ÷ workers"
+cpus_per_worker.__qualname__ = "CPUs ÷ workers"  # how --help shows a default factory
 
 
 def available_cpus(root: Path = Path("/")) -> int:
@@ -228,13 +223,11 @@ class Settings(BaseSettings):
         15, description="time without an event after which a stream gets an SSE comment"
     )
     max_header_bytes: Bytes = Field(32 << 10, le=1 << 20, description="maximum size of a request line and its headers")
-    header_timeout_seconds: Seconds = Field(
-        8, description="time limit for the headers of a request, and for a TLS handshake"
-    )
+    header_timeout_seconds: Seconds = Field(8, description="time limit for the headers of a request")
     max_connections: int = Field(10_000, ge=1, le=1_000_000, description="maximum open connections")
     max_connections_per_address: Natural = Field(
-        default_factory=half_of_connections,
-        description="maximum open connections from one address; 0: no limit",
+        64,
+        description="maximum open connections from one address, loopback apart; 0, or with --client-header: no limit",
     )
     body_timeout_seconds: Seconds = Field(30, description="time limit for receiving a request body")
     idle_connection_seconds: int = Field(75, ge=1, le=3600, description="time an idle connection is kept open")
@@ -304,7 +297,7 @@ class Settings(BaseSettings):
             except OSError as error:
                 raise ValueError(f"cannot read {path}: {error.strerror}") from None
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, _refuse_password)
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, refuse_password)
         except ssl.SSLError as error:
             reason = error.reason or error
             raise ValueError(
@@ -374,7 +367,7 @@ def _did_you_mean(given: str, known: Iterable[str], prefix: str) -> str:
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
-def _refuse_password() -> str:
+def refuse_password() -> str:
     raise ValueError("the private key must not have a password")
 
 
@@ -452,8 +445,9 @@ def read_client_limits(path: Path) -> ClientLimitsFile:
         else:
             reason = f"{problem['msg']}, got {problem['input']!r}"
         raise ValueError(f"{flag}, {where}: {reason}") from None
-    except ValueError as error:  # UTF-8 or TOML
-        raise ValueError(f"{flag} is not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # UTF-8 or TOML
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"{flag} is not valid TOML: {reason}") from None
 
 
 def program() -> str:

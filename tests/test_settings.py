@@ -160,6 +160,12 @@ def test_keys_have_names(tmp_path, capsys):
         assert f", line {number}: " in rejection(["--api-keys-file", str(path)], capsys)
 
 
+def test_a_limits_file_nested_too_deeply_is_refused_in_a_sentence(tmp_path, capsys):
+    path = tmp_path / "limits.toml"
+    path.write_text("a=" + 5000 * "[")
+    assert f"{path} is not valid TOML: nested too deeply" in rejection(["--client-limits", str(path)], capsys)
+
+
 def test_settings_never_show_keys(tmp_path):
     (tmp_path / "keys.txt").write_text("SECRET-SECRET\nSECRET-SECRET-2")
     settings = read_settings(["--api-keys-file", str(tmp_path / "keys.txt")])

@@ -1,8 +1,9 @@
-"""The table of routes, and the steps of every request.
+"""The application: the table of routes, and the steps of every request.
 
-A request passes four steps: `begin` (head: id, client, key, limits), `receive` (body, up to a limit), its handler
-(decode, encode, submit, wait, write) and `end` (metrics, log, release). generate.py and score.py run the model through
-client.py and write their answers with stream.py. attention.py runs it in a thread. info.py and files.py answer at once.
+A request passes the steps in `App.__call__` and `Endpoint`: begin (id, client), head (key, limits, type of the body),
+body (up to a limit), its handler (decode, encode, submit, wait, write) and end (metrics, log, release). Starlette
+matches the route and answers CORS. generate.py and score.py run the model through client.py and write their answers
+with stream.py. attention.py runs it in a thread. info.py and files.py answer at once.
 """
 
 from __future__ import annotations
@@ -11,24 +12,23 @@ import asyncio
 import logging
 import string
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from starlette.datastructures import Headers as StarletteHeaders
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Mount, Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.access import check_content, check_site, name_of_key
 from service.http.api import answers as s
 from service.http.api import bodies as b
 from service.http.api.errors import ApiError
 from service.http.api.openapi import HEADERS, Operation, build_document, documentation
-from service.http.connection.asgi import Middlewares
-from service.http.engine.client_limits import address_of, network_of
+from service.http.engine.client_limits import address_of
 from service.http.engine.lease import Lease
 from service.http.handlers import attention, generate, info, score
 from service.http.handlers.files import page
-from service.http.request import CLOSE, Request, header_lines
+from service.http.request import ClientLeftError, Request
 from service.http.service import Service
 from service.observe.logs import AccessLog
 from service.observe.logs import request_id as current_request_id
@@ -68,7 +68,6 @@ OPERATIONS = (
     Operation("/health", info.readyz, "health", "operation", s.Status, is_probe=True),
     Operation("/metrics", info.prometheus, "metrics", "operation"),
 )  # fmt: skip
-MODELS, PARAMETER = "/v1/models/", "{model}"  # a name, which may have slashes
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for a client that left
 EXPOSED_HEADERS = tuple(HEADERS)
@@ -79,43 +78,44 @@ MAX_ID_BYTES = 128
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Endpoint:
-    """The operations of a path. Metrics and the log use the path as its name."""
-
-    path: str
-    operations: dict[str, Operation]  # by method
-    is_public: bool  # needs no API key
-    is_quiet: bool  # logged at level debug, and not counted in limits of clients
-
-
 class App:
-    """All routes and the steps of every request, for one HTTP process."""
+    """The ASGI application of one HTTP process.
 
-    def __init__(self, service: Service):
+    middlewares: ASGI middlewares around the routes, as LitServe takes them. They see every request.
+    """
+
+    def __init__(self, service: Service, middlewares: Iterable[Any] = ()):
         self.service, self.settings = service, service.settings
         self.load_certificate: Callable[[], None] = lambda: None  # from the server
         self.access_log: AccessLog | None = None  # in an HTTP process
-        self.middlewares: Middlewares | None = None  # between the body and the handler
-        self.tasks: set[Any] = set()  # running handlers: uvicorn waits for them, then cancels them
-        self._running: set[Request] = set()  # requests with a running handler
         self.num_requests = 0  # in progress
-        self._keys = self.settings.api_keys
+        self.keys = self.settings.api_keys
+        self.router = Router(default=Endpoint(self, "other", {}), redirect_slashes=False)
+        by_path: dict[str, list[Operation]] = {}
+        for operation in self.operations:
+            by_path.setdefault(operation.path, []).append(operation)
+        for path, operations in by_path.items():
+            self._add(path, operations)
+        wrapped: ASGIApp = self.router
         self.cors: CORSMiddleware | None = None
         if self.settings.cors_origins:
-            self.cors = CORSMiddleware(
-                self,  # type: ignore[arg-type]  # only its rules are used
+            wrapped = self.cors = CORSMiddleware(
+                wrapped,
                 allow_origins=self.settings.cors_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),  # the openai SDK sends many of its own
                 expose_headers=EXPOSED_HEADERS,
             )
-        self.endpoints: dict[str, Endpoint] = {}
-        self._nothing = Endpoint("other", {}, is_public=False, is_quiet=False)
-        for operation in self.operations:
-            new = Endpoint(operation.path, {}, operation.is_public(self.settings), operation.is_quiet)
-            endpoint = self.endpoints.setdefault(operation.path, new)
-            endpoint.operations |= dict.fromkeys(operation.methods, operation)
+        for middleware in middlewares:  # as in LitServe: a class, or a class and its options; the last is outermost
+            kind, options = middleware if isinstance(middleware, tuple) else (middleware, {})
+            wrapped = kind(wrapped, **options)
+        self._wrapped = wrapped
+
+    def _add(self, path: str, operations: list[Operation], label: str = "", is_public: bool = False) -> None:
+        by_method = {method: operation for operation in operations for method in operation.methods}
+        is_public = is_public or operations[0].is_public(self.settings)
+        endpoint = Endpoint(self, label or path, by_method, is_public, operations[0].is_quiet)
+        self.router.routes.append(Route(path.replace("{model}", "{model:path}"), endpoint))
 
     def reload(self) -> None:
         """Read API keys, limits of clients and certificate again, after SIGHUP. An invalid file changes nothing."""
@@ -123,7 +123,7 @@ class App:
         path = self.settings.api_keys_file
         if path is not None:
             try:
-                self._keys = read_api_keys(path)
+                self.keys = read_api_keys(path)
             except ValueError as error:
                 logger.error("API keys not changed: %s", error)
             else:
@@ -133,10 +133,6 @@ class App:
     @property
     def operations(self) -> list[Operation]:
         return [it for it in OPERATIONS if self.settings.attention or it.path != ATTENTION]
-
-    @property
-    def is_leaving(self) -> bool:
-        return self.service.state.is_in("leaving")
 
     def add_files(self) -> None:
         """Add the page, and the OpenAPI document for the models that are served now."""
@@ -150,233 +146,166 @@ class App:
         document = build_document(
             self.settings, model.tokenizer, self.operations, model.name, vocab_size, bounds, example
         )
-        for path, file in (documentation(self.settings, document) | page()).items():
+        files = documentation(self.settings, document) | page()
+        if (root := self.settings.root_path) != "":  # the path of a proxy's prefix alone
+            files[root] = files["/"]
+        for path, file in files.items():
             operation = Operation(path, file.handler, path, "information")
-            methods = dict.fromkeys(operation.methods, operation)
-            self.endpoints[path] = Endpoint(file.label or path, methods, self.settings.public_docs, is_quiet=False)
+            self._add(path, [operation], file.label, self.settings.public_docs)
+        if root:  # a proxy may remove its prefix or not
+            self.router.routes.append(Mount(root, Router([*self.router.routes], default=self.router.default)))
 
-    # -- the head --
+    # -- every request --
 
-    def begin(self, request: Request) -> None:
-        """Begin a request whose head has arrived. Earlier requests on its connection are answered."""
-        request.owner = self
-        given = request.fields.get(b"x-request-id")
-        if given is not None and 0 < len(given) <= MAX_ID_BYTES and SAFE.issuperset(given):
-            request.id = given.decode()
-        else:
-            request.id = f"{self.service.random.getrandbits(128):032x}"
-        header = self.settings.client_header
-        address = network_of(request.peer) if header is None else address_of(request.peer, request.fields, header)
-        request.lease = Lease(self.service.ledger, address or "unknown")
-        request.endpoint, request.parameter = self.find(request.path)
-        self.num_requests += 1
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, send = self._begin(scope, receive, send)
         try:
-            self._check_head(request)
-        except Exception as error:
-            self._failed(request, error)
-
-    def find(self, path: str) -> tuple[Endpoint, str]:
-        """Return the endpoint and the parameter of a path, with or without the prefix of a proxy."""
-        root, endpoints = self.settings.root_path, self.endpoints
-        paths = [path]
-        if root and (path == root or path.startswith(root + "/")):
-            # With a root such as /v1, the path of a route itself begins like the prefix.
-            paths.append(path[len(root) :] or "/")
-        for each in paths:
-            if (endpoint := endpoints.get(each)) is not None and PARAMETER not in each:
-                return endpoint, ""
-        for each in paths:
-            if each.startswith(MODELS):
-                return endpoints[MODELS + PARAMETER], each.removeprefix(MODELS)
-        return self._nothing, ""
-
-    def _check_head(self, request: Request) -> None:
-        """Check the head before the body is read. Raises ApiError: the head is refused."""
-        settings, endpoint, cors = self.settings, request.endpoint, self.cors
-        headers = request.fields
-        if cors is not None and request.method == "OPTIONS" and b"origin" in headers:
-            if b"access-control-request-method" in headers:
-                preflight = cors.preflight_response(StarletteHeaders(raw=request.headers))
-                del preflight.headers["content-length"]
-                request.respond(bytes(preflight.body), header_lines(preflight.headers), preflight.status_code)
-                self.end(request)
-                return
-        if len(headers) < len(request.headers):  # a proxy may have checked the other one
-            count = sum([name == b"authorization" for name, _ in request.headers])
-            if count > 1:
-                message = f"a request must have at most one Authorization header, got {count}"
-                raise ApiError(400, message, code="duplicate_header")
-        if self._keys and not endpoint.is_public:
-            request.lease.client = name_of_key(headers, self._keys)
-        if self.service.ledger.limits.has_any and not (endpoint.is_quiet or endpoint.is_public):
-            request.lease.begin()
-        length, limit = headers.get(b"content-length", b"0"), settings.max_body_bytes
-        if len(length) > 4 and int(length) > limit:
-            raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
-        if self.middlewares is not None and request.method not in endpoint.operations:
-            return  # a middleware may answer it; otherwise `run` refuses it
-        operation = operation_of(request)
-        if operation.is_refused_early:
-            self.service.client.refuse_if_full(request.lease.client)
-        if operation.request is not None:
-            check_content(headers)
-        else:
-            request.keeps_body, request.content = False, bytearray()
-            if operation.runs_model:
-                check_site(headers, None if cors is None else cors.is_allowed_origin)
-
-    def add_headers(self, request: Request, headers: bytes) -> bytes:
-        """Return the headers of an answer with the headers that every answer has."""
-        headers = b"%bx-request-id: %b\r\n" % (headers, request.id.encode())
-        if request.ignored_fields:
-            headers += b"x-ignored-fields: %b\r\n" % ", ".join(request.ignored_fields).encode()
-        if self.is_leaving and CLOSE not in headers:  # or the client may send another request on it
-            headers += CLOSE
-        if self.cors is not None:
-            headers += self._cors_headers(request, self.cors, headers)
-        return headers
-
-    def _cors_headers(self, request: Request, cors: CORSMiddleware, headers: bytes) -> bytes:
-        """Return the headers that CORSMiddleware.send adds to requests without credentials."""
-        origin = request.fields.get(b"origin")
-        if b"vary: " in headers:  # a preflight's answer
-            return b""
-        added = b"vary: Origin\r\n"
-        if origin is not None:
-            added += header_lines(cors.simple_headers)
-            if not cors.allow_all_origins and cors.is_allowed_origin(origin.decode("latin-1")):
-                added += b"access-control-allow-origin: %b\r\n" % origin
-        return added
-
-    # -- the body --
-
-    def receive(self, request: Request) -> None:
-        """Handle a part of the current request's body, or its end."""
-        size, limit = request.num_body_bytes, self.settings.max_body_bytes
-        try:
-            if size > limit:
-                raise ApiError(413, f"body must have at most {limit} bytes", code="body_too_large")
-            if request.keeps_body and size > request.lease.bytes:
-                if not (request.is_complete and size <= SMALL_BODY_BYTES):
-                    request.lease.hold(size)
-        except ApiError as error:
-            self._failed(request, error)
-            return
-        if request.is_complete:
-            self._start(request)
-
-    def too_slow(self) -> ApiError:
-        message = f"body not received within {self.settings.body_timeout_seconds:g} s"
-        return ApiError(408, message, code="body_timeout")
-
-    def expire(self, request: Request) -> None:
-        """End a request whose deadline has passed."""
-        if not request.is_running:
-            request.fail(self.too_slow())
-            self.end(request)
-        else:
-            logger.info("the client did not read its answer in time: closing its connection")
-            request.drop()
-
-    # -- the handler --
-
-    def _start(self, request: Request) -> None:
-        request.is_running = True
-        request.arrived_at = time.monotonic()
-        request.limit_time(self.settings.request_timeout_seconds)
-        if self.middlewares is None:
-            self.run(request)
-        else:
-            self.middlewares.run(request)
-
-    def run(self, request: Request) -> None:
-        """Call the handler of a complete request."""
-        if self.middlewares is not None:  # a middleware may have changed the path
-            request.endpoint, request.parameter = self.find(request.path)
-        try:
-            operation = operation_of(request)
-            answering = operation.handler(self.service, request)
-        except Exception as error:
-            self._failed(request, error)
-            return
-        if answering is None:
-            self.end(request)
-            return
-        task = asyncio.get_running_loop().create_task(self._answer(request, answering))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-    async def _answer(self, request: Request, answering: Coroutine[Any, Any, None]) -> None:
-        current_request_id.set(request.id)  # in the context of this task
-        self._running.add(request)
-        try:
-            await answering
+            await self._wrapped(scope, receive, send)
+        except ClientLeftError:
+            pass
         except asyncio.CancelledError:  # when the time to drain is over
             if request.status is None:
-                request.fail(ApiError(503, "server has shut down", code="shutting_down"))
-            else:
-                request.drop()
+                await request.fail(ApiError(503, "server has shut down", code="shutting_down"))
         except Exception as error:
-            self._failed(request, error)
-        self._running.discard(request)
-        self.end(request)
-
-    def _failed(self, request: Request, error: BaseException) -> None:
-        """End a request with an ApiError, or with status 500 after any other exception."""
-        if isinstance(error, ApiError) and request.status is None:
-            request.fail(error)
-        else:
             logger.error("request %s failed", request.id, exc_info=error)
             if request.status is None:
-                request.fail(ApiError(500, "internal error"))
-            elif request.responder is not None:
-                request.responder.abort()
-        self.end(request)
+                request.use(receive, send)
+                await request.fail(ApiError(500, "internal error"))
+        finally:
+            self._end(request)
 
-    def keep_alive(self, now: float) -> None:
-        """Write to silent streams, so that proxies do not close their connections."""
-        before = now - self.settings.keep_alive_seconds
-        for request in self._running:
-            if request.keep_alive is not None and (request.written_at or request.arrived_at) <= before:
-                if not request.is_full:
-                    request.keep_alive()
+    def _begin(self, scope: Scope, receive: Receive, send: Send) -> tuple[Request, Send]:
+        """Return a request whose head has arrived, and the `send` that adds the headers of every answer."""
+        fields = dict(scope["headers"])  # names in lower case; the last of several with one name
+        given = fields.get(b"x-request-id", b"")
+        if 0 < len(given) <= MAX_ID_BYTES and SAFE.issuperset(given):
+            id = given.decode()
+        else:
+            id = f"{self.service.random.getrandbits(128):032x}"
+        current_request_id.set(id)  # in the context of this task
+        request, peer, header = Request(id, scope, fields), scope["client"], self.settings.client_header
+        address = "unknown" if peer is None else address_of(peer[0], fields, header)
+        request.lease = Lease(self.service.ledger, address)
+        self.num_requests += 1
 
-    # -- the end --
+        async def send_started(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                request.status = message["status"]
+                headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", id.encode())]
+                if request.ignored_fields:
+                    headers.append((b"x-ignored-fields", ", ".join(request.ignored_fields).encode()))
+                if self.service.state.is_in("leaving"):  # or the client may send another request on it
+                    headers.append((b"connection", b"close"))
+            await send(message)
 
-    def end(self, request: Request) -> None:
-        """Release everything that a request holds, count it and log it. Every request is ended once."""
-        if request.is_ended:
-            return
-        request.is_ended = True
+        request.use(receive, send_started)
+        scope["state"]["request"] = request
+        return request, send_started
+
+    def _end(self, request: Request) -> None:
+        """Release everything that a request holds, count it and log it."""
         service = self.service
-        for generation in request.generations:
-            generation.abort()
+        request.end()
         request.lease.end(request.num_run_characters if request.lease.is_charged else 0)
-        request.content = bytearray()
         if request.client_left:
             request.status = CLIENT_CLOSED_REQUEST
         ended_at = time.monotonic()
-        route, seconds = request.endpoint.path, ended_at - request.started_at
+        seconds = ended_at - request.started_at
         self.num_requests -= 1
         if service.metrics is not None and request.status is not None:
-            service.metrics.http_request(route, request.method, request.status, seconds)
+            service.metrics.http_request(request.route, request.method, request.status, seconds)
         if (log := self.access_log) is not None:
             ran, client = request.num_prompt_tokens is not None, request.lease.client
             others = (request.num_prompt_tokens, request.num_completion_tokens, request.endings) if ran else ()
-            level = logging.DEBUG if request.endpoint.is_quiet else logging.INFO
-            log.add(level, request.method, route, request.status, client, round(seconds, 6), request.id, *others)
+            level = logging.DEBUG if request.is_quiet else logging.INFO
+            log.add(
+                level, request.method, request.route, request.status, client, round(seconds, 6), request.id, *others
+            )
         if service.tracer is not None:
             service.tracer.request(request, ended_at)
 
 
-def operation_of(request: Request) -> Operation:
-    """Return the operation of a request. Raises ApiError: 404, unknown path; 405, unknown method of the path."""
-    operations: dict[str, Operation] = request.endpoint.operations
-    if (operation := operations.get(request.method)) is not None:
-        return operation
-    shown = f"{request.method} {request.path}"
-    if operations:
-        raise ApiError(405, f"{shown}: Method Not Allowed", headers={"Allow": ", ".join(operations)})
-    if request.path.endswith(("/v1/chat/completions", "/v1/responses")):
-        raise ApiError(404, f"{shown}: there is no chat; use /v1/completions, which continues a text")
-    raise ApiError(404, f"{shown}: Not Found")
+class Endpoint:
+    """The ASGI application of a path. Metrics and the log use `route` as its name.
+
+    is_public: it needs no API key.
+    is_quiet: it is logged at level debug, and not counted in limits of clients.
+    """
+
+    def __init__(
+        self, app: App, route: str, operations: dict[str, Operation], is_public: bool = False, is_quiet: bool = False
+    ):
+        self.app, self.route, self.operations = app, route, operations
+        self.is_public, self.is_quiet = is_public, is_quiet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request: Request = scope["state"]["request"]
+        request.use(receive, send)
+        request.route, request.is_quiet = self.route, self.is_quiet
+        request.method, request.path, request.query = scope["method"], scope["path"], scope["query_string"]
+        request.parameter = scope.get("path_params", {}).get("model", "")
+        try:
+            self._check_head(request, scope["headers"])
+            operation = self._find(request)
+            if operation.request is not None:
+                await self._read_body(request)
+            request.arrived_at = time.monotonic()
+            if operation.runs_model:
+                request.watch()
+            await operation.handler(self.app.service, request)
+        except ApiError as error:
+            if request.status is not None:
+                raise
+            await request.fail(error)
+
+    def _check_head(self, request: Request, headers: list[tuple[bytes, bytes]]) -> None:
+        """Check the head before the body is read. Raises ApiError: the head is refused."""
+        app, fields, service = self.app, request.fields, self.app.service
+        if len(fields) < len(headers):  # a proxy may have checked the other one
+            count = sum([name == b"authorization" for name, _ in headers])
+            if count > 1:
+                message = f"a request must have at most one Authorization header, got {count}"
+                raise ApiError(400, message, code="duplicate_header")
+        if app.keys and not self.is_public:
+            request.lease.client = name_of_key(fields, app.keys)
+        if service.ledger.limits.has_any and not (self.is_quiet or self.is_public):
+            request.lease.begin()
+        length, limit = fields.get(b"content-length", b"0"), app.settings.max_body_bytes
+        if int(length) > limit:
+            raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
+        operation = self._find(request)
+        if operation.is_refused_early:
+            service.client.refuse_if_full(request.lease.client)
+        if operation.request is not None:
+            check_content(fields)
+        elif operation.runs_model:
+            check_site(fields, None if app.cors is None else app.cors.is_allowed_origin)
+
+    def _find(self, request: Request) -> Operation:
+        """Return the operation. Raises ApiError: 404, unknown path; 405, unknown method of the path."""
+        if (operation := self.operations.get(request.method)) is not None:
+            return operation
+        shown = f"{request.method} {request.path}"
+        if self.operations:
+            raise ApiError(405, f"{shown}: Method Not Allowed", headers={"Allow": ", ".join(self.operations)})
+        if request.path.endswith(("/v1/chat/completions", "/v1/responses")):
+            raise ApiError(404, f"{shown}: there is no chat; use /v1/completions, which continues a text")
+        raise ApiError(404, f"{shown}: Not Found")
+
+    async def _read_body(self, request: Request) -> None:
+        """Read the body, and reserve its memory as it arrives. Raises ApiError: it is too large, or took too long."""
+        limit, seconds = self.app.settings.max_body_bytes, self.app.settings.body_timeout_seconds
+        content = request.content
+        try:
+            async with asyncio.timeout(seconds):
+                has_more = True
+                while has_more:
+                    part, has_more = await request.receive()
+                    content += part
+                    size = request.num_body_bytes = len(content)
+                    if size > limit:
+                        raise ApiError(413, f"body must have at most {limit} bytes", code="body_too_large")
+                    if size > request.lease.bytes and (has_more or size > SMALL_BODY_BYTES):
+                        request.lease.hold(size)
+        except TimeoutError:
+            raise ApiError(408, f"body not received within {seconds:g} s", code="body_timeout") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import signal
 import time
@@ -14,8 +13,6 @@ from prometheus_client import CollectorRegistry
 
 from service.catalog import Listing
 from service.http.app import App
-from service.http.connection.limits import ConnectionLimits
-from service.http.connection.turns import sweep
 from service.http.engine.attention_thread import AttentionThread
 from service.http.engine.client import EngineClient
 from service.http.service import Service
@@ -30,7 +27,7 @@ TICK_SECONDS = 0.05  # between two runs of the periodic work, and two writes of 
 
 
 @asynccontextmanager
-async def running(app: App, process_id: int, limits: ConnectionLimits) -> AsyncIterator[None]:
+async def running(app: App, process_id: int) -> AsyncIterator[None]:
     service, loop = app.service, asyncio.get_running_loop()
     process = f"http-{process_id}"
     service.random.seed()  # with the kernel's entropy: this process was forked
@@ -56,13 +53,11 @@ async def running(app: App, process_id: int, limits: ConnectionLimits) -> AsyncI
 
         service.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
 
-    end_late_connections = functools.partial(sweep, limits.every)
-
     async def tick() -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
-            for do in (client.sweep, end_late_connections, app.keep_alive, service.ledger.sweep):
+            for do in (client.sweep, service.ledger.sweep):
                 try:
                     do(now)
                 except Exception:  # the next run follows

@@ -122,7 +122,7 @@ class Service:
     async def read(
         self, kind: type[AnyRequest], request: Request, query: dict[str, Any] | None = None
     ) -> tuple[AnyRequest, Model]:
-        """Parse a JSON body or the fields of a query, and return them with the model. The time limit starts here.
+        """Parse a JSON body or the fields of a query, and return them with the model.
 
         The memory reserved for the body is replaced by that of its fields. Large bodies are parsed one after the other,
         because parsing takes up to 20 times the body's size on top.
@@ -148,7 +148,6 @@ class Service:
             raise invalid(name, f"unknown field, refused because of {reason}{shown}", "unknown_field")
         if body.timeout_seconds is not None:
             request.timeout_seconds = body.timeout_seconds
-            request.limit_time(self.timeout(body.timeout_seconds))
         model = self.find(body.model)
         request.lease.use(model)
         request.lease.cache_salt = body.cache_salt or ""

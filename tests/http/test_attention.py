@@ -93,8 +93,8 @@ async def test_texts_run_one_by_one_and_too_many_are_refused():
         thread.submit(call)
     error = refused.value
     assert (error.status, error.code, error.headers["Retry-After"]) == (429, "queue_full", "1")
-    request = Request("POST", "/v1/attention", b"", [], "", 0.0)
-    request.is_running, request.future = True, futures.pop()
+    request = Request("id", {"method": "POST", "path": "/v1/attention", "query_string": b""}, {})
+    request.future = futures.pop()
     request.left()
     for _ in range(3):  # turns of the loop, until the thread's future is cancelled too
         await asyncio.sleep(0)

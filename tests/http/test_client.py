@@ -117,7 +117,7 @@ async def test_a_prompt_that_may_have_run_counts_where_its_client_leaves(peer):
     await peer.until(lambda: generation.sequences[1].is_begun)
     generation.abort()
     assert [sequence.num_unseen for sequence in generation.sequences] == [3, 0]
-    request = Request("POST", "/generate", b"", [], "", 0.0)
+    request = Request("id", {"method": "POST", "path": "/generate", "query_string": b""}, {})
     request.generations = [generation]
     assert request.num_run_characters == 3 + 2 + 1  # the second one's prompt, and its character
 
@@ -232,9 +232,8 @@ async def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with
     texts = [[], []]
 
     async def read(generation, parts):
-        await generation.stream(
-            lambda pieces: parts.extend((it.text, it.logprobs.rows() if it.logprobs else ()) for it in pieces)
-        )
+        async for pieces in generation.stream():
+            parts.extend((it.text, it.logprobs.rows() if it.logprobs else ()) for it in pieces)
 
     tasks = [asyncio.create_task(read(*it)) for it in zip((same, other), texts, strict=True)]
     ids = [it.id for it in peer.received[:2]]
@@ -292,7 +291,12 @@ async def test_a_draw_that_lost_its_worker_gives_each_answer_once(peer):
     await peer.until(lambda: len(peer.received) == 2)
     first, id = (it.id for it in peer.received)
     found = []
-    task = asyncio.create_task(generation.stream(lambda pieces: found.extend(pieces)))
+
+    async def read():
+        async for pieces in generation.stream():
+            found.extend(pieces)
+
+    task = asyncio.create_task(read())
     answers = [Answer(2, 7, "stop"), Answer(0, 8, "length"), Answer(1, 9, "stop")]
     begun = {"scheduled_at": 1.0, "prefilled_at": 2.0}
     peer.send(Delta(first, [], "stop", **begun, ended_at=3.0))

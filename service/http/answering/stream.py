@@ -5,9 +5,9 @@ This module knows nothing about sockets or the meaning of a request.
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from service.http.answering.forms import Form, pieces_of
@@ -16,15 +16,16 @@ from service.http.answering.pause import Pause
 from service.http.api.answers import Receipt
 from service.http.api.errors import ApiError
 from service.http.engine.sequences import Generation, Piece
-from service.http.request import JSON, NO_STORE, Request, header_lines
+from service.http.request import JSON, NO_STORE, Headers, Request
 
 DONE = b"data: [DONE]\n\n"
 # A comment without the blank line of an event, because openai-go before 3.43 ends a stream at an empty event.
 KEEP_ALIVE = b": keep-alive\n"
-EVENT_STREAM = (
-    b"content-type: text/event-stream; charset=utf-8\r\n%b"
-    b"x-accel-buffering: no\r\n" % NO_STORE  # otherwise nginx collects events
-)
+EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "x-accel-buffering": "no",  # otherwise nginx collects events
+    **NO_STORE,
+}
 
 CHUNK_BYTES = 1 << 16  # written at a time
 MAX_HEADER_SEEDS = 128  # more may exceed the header size of proxies and clients
@@ -39,7 +40,7 @@ async def write_whole(request: Request, pieces: Pieces, form: Form) -> None:
     headers = receipt_headers(receipt, time.monotonic() - request.arrived_at)
     parts = form.whole(complete, receipt)
     if isinstance(parts, bytes):
-        request.respond(parts, JSON + headers)
+        await request.respond(parts, JSON | headers)
     else:
         await send_json(request, parts, headers)
 
@@ -49,77 +50,86 @@ def event(json: bytes) -> bytes:
     return b"data: %b\n\n" % (json if json.isascii() else escape_breaks(json))
 
 
-async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes = DONE) -> None:
+class EventStream:
+    """A stream of server-sent events, with a comment after each `silent_seconds` without one.
+
+    headers: called when the first event or comment is written.
+    """
+
+    def __init__(self, request: Request, headers: Callable[[], Headers], silent_seconds: float):
+        self._request, self._headers, self._silent_seconds = request, headers, silent_seconds
+        self._lock = asyncio.Lock()  # of the answer: an event and a comment may be due together
+        self._written_at = time.monotonic()
+        self.has_begun = False
+        self._comments = asyncio.create_task(self._keep_alive())
+
+    async def write(self, data: bytes, is_last: bool = False) -> None:
+        """Write events. Returns when the client has read enough of them."""
+        async with self._lock:
+            if not self.has_begun:
+                self.has_begun = True
+                await self._request.begin(EVENT_STREAM | self._headers())
+            await self._request.write(data, is_last)
+            self._written_at = time.monotonic()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            silent = time.monotonic() - self._written_at
+            if silent >= self._silent_seconds:
+                await self.write(KEEP_ALIVE)
+            else:
+                await asyncio.sleep(self._silent_seconds - silent)
+
+    def close(self) -> None:
+        self._comments.cancel()
+        del self._comments  # a reference cycle
+
+
+async def write_stream(request: Request, pieces: Pieces, form: Form, silent_seconds: float, done: bytes = DONE) -> None:
     """Write server-sent events, closed by `done`. The first piece, or its failure, decides the status."""
-
-    def begin() -> None:
-        if request.written_at is None:
-            request.begin(EVENT_STREAM + receipt_headers(form.receipt, None))
-        request.written_at = time.monotonic()
-
-    def keep_alive() -> None:
-        begin()
-        request.put(KEEP_ALIVE)
-
-    def write(some: list[Piece]) -> Coroutine[Any, Any, None] | None:
-        if form.is_large or (some and some[0].logprobs is not None):  # either all pieces of a request have them or none
-            return write_slowly(some)
-        data = b""
-        for piece in some:
-            if piece.text or piece.finish_reason:
-                data += event(form.event(piece, piece is some[-1]))
-        if data:
-            if request.written_at is None:
-                begin()
-            request.written_at = time.monotonic()
-            if request.put(data):
-                return request.drained()
-        return None
-
-    async def write_slowly(some: list[Piece]) -> None:
-        data, pause = b"", Pause()
-        for piece in some:
-            for part in pieces_of(piece):
-                if part.text or part.finish_reason:
-                    data += event(form.event(part, piece is some[-1]))
-                if len(data) >= CHUNK_BYTES:
-                    begin()
-                    await request.write(data)
-                    data = b""
-                await pause.if_due()
-        if data:
-            begin()
-            await request.write(data)
-
-    request.keep_alive = keep_alive
+    stream = EventStream(request, lambda: receipt_headers(form.receipt, None), silent_seconds)
     try:
         if isinstance(pieces, Generation):
-            await pieces.stream(write)
-        elif (unwritten := write(await pieces)) is not None:
-            await unwritten
+            async for some in pieces.stream():
+                await _write_pieces(stream, form, some)
+        else:
+            await _write_pieces(stream, form, await pieces)
         end = form.end()
     except ApiError as error:
-        if request.written_at is None:
+        if not stream.has_begun:
             raise
         end = error.body
     finally:
-        request.keep_alive = None
-    begin()
-    request.finish((event(end) if end else b"") + done)
+        stream.close()
+    await stream.write((event(end) if end else b"") + done, is_last=True)
 
 
-async def send_json(request: Request, parts: Iterable[bytes], headers: bytes = b"") -> None:
+async def _write_pieces(stream: EventStream, form: Form, pieces: list[Piece]) -> None:
+    data, pause = b"", Pause()
+    for piece in pieces:
+        for part in pieces_of(piece):
+            if part.text or part.finish_reason:
+                data += event(form.event(part, piece is pieces[-1]))
+            if len(data) >= CHUNK_BYTES:
+                await stream.write(data)
+                data = b""
+            await pause.if_due()
+    if data:
+        await stream.write(data)
+
+
+async def send_json(request: Request, parts: Iterable[bytes], headers: Headers | None = None) -> None:
     """Write a whole answer with status 200, until the client leaves.
 
     A small answer has a Content-Length. A large one is encoded while it is written, in chunks.
     """
-    headers = JSON + headers
+    headers = JSON | (headers or {})
     has_begun, body, pause = False, bytearray(), Pause()
     for part in parts:
         body += part
         if len(body) > (CHUNK_BYTES if has_begun else MAX_WHOLE_BYTES):
             if not has_begun:
-                request.begin(headers)
+                await request.begin(headers)
                 has_begun = True
             await request.write(bytes(body))
             body.clear()
@@ -127,30 +137,25 @@ async def send_json(request: Request, parts: Iterable[bytes], headers: bytes = b
         if request.is_gone:
             return
     if has_begun:
-        request.finish(bytes(body))
+        await request.write(bytes(body), is_last=True)
     else:
-        request.respond(bytes(body), headers)
+        await request.respond(bytes(body), headers)
 
 
-def receipt_headers(receipt: Receipt, total_seconds: float | None) -> bytes:
+def receipt_headers(receipt: Receipt, total_seconds: float | None) -> Headers:
     """Return times in milliseconds under the names of text-generation-inference.
 
     The times of the end need `total_seconds`, because the headers of a stream go out before.
     """
     timing = receipt.timing
-    headers = _model_headers(receipt.checkpoint_sha256, receipt.backend, receipt.dtype)
+    headers = {"x-checkpoint": receipt.checkpoint_sha256, "x-backend": receipt.backend, "x-dtype": receipt.dtype}
     if 0 < len(receipt.seeds) <= MAX_HEADER_SEEDS:
-        headers += b"x-seed: %b\r\n" % b",".join([b"%d" % seed for seed in receipt.seeds])
-    times = (1000 * timing.queue_seconds, 1000 * timing.prefill_seconds)
-    headers += b"x-queue-time: %.3f\r\nx-prefill-time: %.3f\r\n" % times
+        headers["x-seed"] = ",".join(map(str, receipt.seeds))
+    headers["x-queue-time"] = f"{1000 * timing.queue_seconds:.3f}"
+    headers["x-prefill-time"] = f"{1000 * timing.prefill_seconds:.3f}"
     if total_seconds is not None:
-        times = (1000 * (timing.prefill_seconds + timing.decode_seconds), 1000 * total_seconds)
-        headers += b"x-inference-time: %.3f\r\nx-total-time: %.3f\r\n" % times
+        headers["x-inference-time"] = f"{1000 * (timing.prefill_seconds + timing.decode_seconds):.3f}"
+        headers["x-total-time"] = f"{1000 * total_seconds:.3f}"
         if timing.seconds_per_character is not None:
-            headers += b"x-time-per-token: %.3f\r\n" % (1000 * timing.seconds_per_character)
+            headers["x-time-per-token"] = f"{1000 * timing.seconds_per_character:.3f}"
     return headers
-
-
-@functools.lru_cache(maxsize=256)
-def _model_headers(checkpoint: str, backend: str, dtype: str) -> bytes:
-    return header_lines({"X-Checkpoint": checkpoint, "X-Backend": backend, "X-Dtype": dtype})

@@ -10,8 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
+from base64 import b64encode
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -113,8 +116,7 @@ HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-Total-Time": ("Milliseconds from the request's arrival to its answer; not in a stream", MILLISECONDS),
 }
 
-# Answers the request at once, or returns the coroutine that does.
-Handler = Callable[[Service, Request], Coroutine[Any, Any, None] | None]
+Handler = Callable[[Service, Request], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,6 @@ class Operation:
     def is_refused_early(self) -> bool:
         """True: refused before the body is read while the client's queue is full."""
         return self.runs_model and self.request is not None and self.answer is not AttentionAnswer
-
-    @functools.cached_property
-    def reads_body(self) -> bool:
-        """True: the whole body is read first. Otherwise a client that leaves would go unnoticed during a stream."""
-        return self.request is not None or bool(self.events)
 
     @property
     def methods(self) -> list[str]:
@@ -444,12 +441,22 @@ def documentation(settings: Settings, document: dict[str, Any]) -> dict[str, Fil
         swagger_favicon_url=f"docs/assets/favicon-32x32.png?{swagger}",
         swagger_ui_parameters={"validatorUrl": None, "tryItOutEnabled": True, "displayRequestDuration": True},
     )
+    body = bytes(page.body)
+    inline = re.findall(rb"<script>(.*?)</script>", body, re.S)
+    scripts = " ".join(f"'sha256-{b64encode(sha256(script).digest()).decode()}'" for script in inline)
+    policy = {
+        "Content-Security-Policy": f"default-src 'none'; script-src 'self' {scripts}; "
+        "style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+    }
     fresh = {"Cache-Control": "no-cache"}  # the next start may have other settings
     files = {
         "/openapi.json": File(msgspec.json.encode(document), ".json", fresh),
-        "/docs": File(bytes(page.body), ".html", fresh),
+        "/docs": File(body, ".html", fresh | policy),
     }
-    lasting = {"Cache-Control": "max-age=31536000, immutable"}  # the page requests them by version
+    # The page requests them by version.
+    lasting = {"Cache-Control": "max-age=31536000, immutable", "X-Content-Type-Options": "nosniff"}
     for asset in resources.files("fastapi_swagger").joinpath("resources").iterdir():
         suffix = Path(asset.name).suffix
         if suffix in MEDIA_TYPES:

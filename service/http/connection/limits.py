@@ -1,4 +1,4 @@
-"""Limits on the open connections of all HTTP processes together, in total and per address.
+"""Limits on the open connections of an HTTP process, in total and per address.
 
 This module knows nothing about the data of a connection.
 """
@@ -8,22 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
-import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
-
-from uvicorn.server import ServerState
 
 from service.http.api.errors import ApiError, RefusedRequest
-from service.http.connection.turns import Timed, Turns
+from service.http.engine.client_limits import network_of
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.shared import SharedTable
 from service.words import plural
 
 logger = logging.getLogger(__name__)
 
-LINGER_SECONDS = 1.0
+LOOPBACK = frozenset(("127.0.0.1", "::1"))
 
 
 class OpenFilesError(ValueError):
@@ -31,84 +27,66 @@ class OpenFilesError(ValueError):
 
 
 class ConnectionLimits:
-    """The open connections of one HTTP process, and the limits of all HTTP processes together and per address.
+    """The open connections of an HTTP process. Each process has its part of the settings' limits.
 
-    The limits leave room for probes. An address without an open connection may get one of RESERVED connections beyond
-    the limit. Loopback, the source of a container's health check, may get one of RESERVED_FOR_LOOPBACK more.
+    Loopback has no limit per address, and no address has one behind a trusted proxy, which limits its clients itself.
+    The total leaves room for probes: loopback, and an address without an open connection, may get one of RESERVED
+    connections beyond it.
 
-    table: counts the connections; metrics: returns None until the HTTP process has started.
+    metrics: returns None until the HTTP process has started.
 
     Raises OpenFilesError: the limit of open files (RLIMIT_NOFILE, hard) is less than MIN_FILES.
     """
 
     RESERVED = 16
-    RESERVED_FOR_LOOPBACK = 4
     LINGERING = 64  # refused connections that stay open until the client has read the error
     MIN_FILES = 256
-    SPARE_FILES = 2300  # own files, the connections above, and the backlog of connections accepted at once
+    SPARE_FILES = 2300  # own files, and the backlog of connections accepted at once
 
-    def __init__(
-        self, settings: Settings, table: SharedTable | None = None, metrics: Callable[[], Metrics | None] = lambda: None
-    ):
-        self.settings, self._metrics, self._table = settings, metrics, table or SharedTable()
-        asked = settings.max_connections
+    def __init__(self, settings: Settings, metrics: Callable[[], Metrics | None] = lambda: None):
+        self.settings, self._metrics = settings, metrics
         files = raise_files_limit()
         if files < self.MIN_FILES:
             raise OpenFilesError(f"the limit of open files (ulimit -n) must be at least {self.MIN_FILES}, got {files}")
-        self._own_limit = files - min(self.SPARE_FILES, files // 2)
-        self.limit = min(asked, settings.http_processes * self._own_limit)
+        asked = -(-settings.max_connections // settings.http_processes)
+        self.limit = min(asked, files - min(self.SPARE_FILES, files // 2))
         if self.limit < asked:
             logger.warning(
                 "--max-connections: at most %d per HTTP process instead of %d, because the limit of open files is %d",
-                self._own_limit, asked, files,
+                self.limit, asked, files,
             )  # fmt: skip
-        share = settings.max_connections_per_address * self.limit // asked
-        self.limit_per_address = max(1, share) if settings.max_connections_per_address else self.limit + self.RESERVED
+        of_address = 0 if settings.client_header else settings.max_connections_per_address  # 0: no limit
+        self.limit_per_address = -(-of_address // settings.http_processes)
         self.num_open = self.num_lingering = 0
-        self.every: set[Timed] = set()
-        self.turns = Turns()
-        self._defaults: tuple[object, bytes] = (None, b"")
+        self._by_network: Counter[str] = Counter()
 
-    def admit(self, network: str) -> tuple[int, int]:
+    def admit(self, address: str) -> str:
         """Count an open connection. Returns the argument of `leave`. Raises RefusedRequest: too many are open."""
-        options: dict[str, Any] = {"code": "too_many_connections", "retry_after_seconds": 1}
-        with self._table as table:
-            now = time.monotonic()
-            try:
-                rows = table.row(f"connections {network}", now), table.row("connections", now)
-            except LookupError:  # the table is full
-                raise RefusedRequest(ApiError(503, "the server has no connection left", **options), "limit") from None
-            already, total = map(table.count, rows)
-            if already >= self.limit_per_address:
-                message = f"your address has {plural(already, 'connection')} open, which is the maximum"
-                raise RefusedRequest(ApiError(429, message, **options), "address_limit")
-            reserved = 0
-            if not already:
-                reserved = self.RESERVED + (self.RESERVED_FOR_LOOPBACK if network in LOOPBACK else 0)
-            if total >= self.limit + reserved or self.num_open >= self._own_limit + reserved:
-                raise RefusedRequest(ApiError(503, "the server has no connection left", **options), "limit")
-            self.num_open += 1
-            for row in rows:
-                table.change(row, 1)
-        return rows
+        network = network_of(address) or "unknown"
+        already, limit, is_local = self._by_network[network], self.limit_per_address, network in LOOPBACK
+        if limit and already >= limit and not is_local:
+            message = f"your address has {plural(already, 'connection')} open, which is the maximum"
+            raise RefusedRequest(_too_many(429, message), "address_limit")
+        if self.num_open >= self.limit + (self.RESERVED if is_local or not already else 0):
+            raise RefusedRequest(_too_many(503, "the server has no connection left"), "limit")
+        self.num_open += 1
+        self._by_network[network] += 1
+        return network
 
-    def leave(self, rows: tuple[int, int]) -> None:
-        """Count a closed connection. rows: those of its address and of the total, which stay while counted."""
+    def leave(self, network: str) -> None:
+        """Count a closed connection."""
         self.num_open -= 1
-        with self._table as table:
-            for row in rows:
-                table.change(row, -1)
-
-    def default_headers(self, server: ServerState) -> bytes:
-        """Return the header lines that uvicorn adds to each answer: the date, which changes each second."""
-        given = server.default_headers
-        if given is not self._defaults[0]:
-            self._defaults = given, b"".join([b"%b: %b\r\n" % pair for pair in given])
-        return self._defaults[1]
+        self._by_network[network] -= 1
+        if not self._by_network[network]:
+            del self._by_network[network]
 
     def count_rejection(self, reason: str) -> None:
         if (metrics := self._metrics()) is not None:
             metrics.http_connections_rejected(reason).inc()
+
+
+def _too_many(status: int, message: str) -> ApiError:
+    return ApiError(status, message, code="too_many_connections", retry_after_seconds=1)
 
 
 def raise_files_limit() -> int:
@@ -122,6 +100,3 @@ def raise_files_limit() -> int:
             return 10240
         return soft
     return hard if hard != resource.RLIM_INFINITY else 1 << 30
-
-
-LOOPBACK = frozenset(("127.0.0.1", "::1"))

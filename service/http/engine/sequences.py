@@ -10,7 +10,7 @@ import asyncio
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import msgspec
@@ -131,9 +131,6 @@ def too_few(draw: Draw, drawn: Drawn | None) -> ApiError:
     return ApiError(400, message, param="exact", code="too_few_matches")
 
 
-Write = Callable[[list[Piece]], Awaitable[None] | None]
-
-
 class Client(Protocol):
     """Runs sequences, and wakes a generation when more of their text has arrived."""
 
@@ -184,10 +181,8 @@ class Generation:
         self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
         self.touched: dict[SequenceState, None] = {}  # sequences with undelivered deltas, in order of arrival
         self._failure: Exception | None = None  # raised by `_fail`
-        self._is_urgent = False
         self.due_at = 0.0  # time of the next pieces of a stream, if none is urgent
-        self._write: Write | None = None  # set while a stream runs
-        self._unwritten: Awaitable[None] | None = None  # nothing more may be written before its end
+        self._is_due = False  # a stream may take pieces now
         self._waiter: asyncio.Future[None] | None = None  # awaited by `whole` or `stream`
 
     def abort(self) -> None:
@@ -244,28 +239,17 @@ class Generation:
         pieces.sort(key=lambda piece: piece.number)
         return pieces
 
-    async def stream(self, write: Write) -> None:
-        """Pass new text to `write` until every sequence has ended. Requires an `interval`.
-
-        `write` is called when text arrives, not in a later turn of the event loop. If it returns an awaitable, the next
-        text follows when that is done.
-        """
-        self._write = write
-        try:
-            while True:
-                if self._unwritten is not None:
-                    await self._unwritten
-                    self._unwritten = None
-                    if not self._is_urgent:
-                        self.wake_when_due(time.monotonic())
-                if self._is_urgent:
-                    self.come(time.monotonic())
-                if self._unwritten is None:
-                    if self.is_finished or self._failure is not None:
-                        break
-                    await self._wait()
-        finally:
-            self._write = None  # it may refer to the owner of this
+    async def stream(self) -> AsyncIterator[list[Piece]]:
+        """Yield new text, until every sequence has ended. Requires an `interval`."""
+        while self._failure is None and not self.is_finished:
+            if not self._is_due:
+                await self._wait()
+            self._is_due = False
+            if self._failure is None and self.touched:
+                self.due_at = time.monotonic() + self._interval
+                yield self._take_all()
+                if not self._is_due:  # text may have come while this was written
+                    self.wake_when_due(time.monotonic())
         if self._failure is not None:
             await self._fail()
 
@@ -274,15 +258,7 @@ class Generation:
 
         now: the same for all generations that continue together, so that streams are due together again.
         """
-        if self._write is not None and self._unwritten is None and self._failure is None:
-            self._is_urgent = False
-            self.due_at = now + self._interval
-            try:
-                self._unwritten = self._write(self._take_all())
-            except Exception as error:  # raised by `stream`
-                self._failure = error
-            if self._unwritten is None and self._failure is None and (self.open or not self.is_finished):
-                return
+        self._is_due = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -365,7 +341,7 @@ class Generation:
             self._end(sequence, delta, delta.finish_reason, now)
         is_first = prefilled_at is not None and sequence in self.touched  # not held back
         if (is_first and self.is_stream) or self._failure is not None or (not self.open and not self.pending):
-            self._wake_urgently()
+            self._client.wake(self)
         elif delta.finish_reason is not None and self.is_stream:
             self.wake_when_due(now)
 
@@ -387,10 +363,6 @@ class Generation:
     def fail(self, error: ApiError) -> None:
         """Raise this error from `whole` or `stream`, which abort the other sequences."""
         self._failure = self._failure or error
-        self._wake_urgently()
-
-    def _wake_urgently(self) -> None:
-        self._is_urgent = True
         self._client.wake(self)
 
     def _failed(self, sequence: SequenceState, reason: FinishReason) -> ApiError | None:

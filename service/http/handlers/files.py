@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.http.request import Request, header_lines
+from service.http.request import Request
 
 if TYPE_CHECKING:
     from service.http.service import Service
@@ -39,23 +39,23 @@ class File:
     def __init__(self, content: bytes, suffix: str, headers: Mapping[str, str], label: str = ""):
         self.content, self.label = content, label
         self.etag = f'"{sha256(content).hexdigest()[:32]}"'
-        self._headers = header_lines({**headers, "ETag": self.etag})
-        self._type = header_lines({"Content-Type": MEDIA_TYPES[suffix]})
+        self._headers = {**headers, "ETag": self.etag}
+        self._type = {"Content-Type": MEDIA_TYPES[suffix]}
 
-    def handler(self, service: Service, request: Request) -> None:
+    async def handler(self, service: Service, request: Request) -> None:
         known = (request.fields.get(b"if-none-match") or b"").decode("latin-1")
         if known == "*" or self.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
-            request.respond(b"", self._headers, 304)
+            await request.respond(b"", self._headers, 304)
         else:
-            request.respond(self.content, self._type + self._headers)
+            await request.respond(self.content, self._type | self._headers)
 
 
 class Index(File):
-    def handler(self, service: Service, request: Request) -> None:
+    async def handler(self, service: Service, request: Request) -> None:
         if request.path.endswith("/"):
-            super().handler(service, request)
+            await super().handler(service, request)
         else:  # only the prefix of a proxy
-            request.respond(b"", header_lines({"Location": request.path.rpartition("/")[2] + "/"}), 307)
+            await request.respond(b"", {"Location": request.path.rpartition("/")[2] + "/"}, 307)
 
 
 def page() -> dict[str, File]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Coroutine
 from typing import Any, cast
 
 import msgspec
@@ -27,16 +26,16 @@ SUFFIX_CANDIDATES = 8  # candidates per prompt, unless the request or a limit sa
 EVENT_SOURCE_END = b"done"  # id of the last event, with which EventSource reconnects
 
 
-def generate(service: Service, request: Request) -> Coroutine[Any, Any, None]:
+async def generate(service: Service, request: Request) -> None:
     """Continue a text."""
-    return _answer(service, request, GenerateRequest, Form)
+    await _answer(service, request, GenerateRequest, Form)
 
 
-def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, None] | None:
+async def generate_events(service: Service, request: Request) -> None:
     """Continue a text, for a browser's EventSource: always a stream, with its fields in the query."""
     if request.fields.get(b"last-event-id") == EVENT_SOURCE_END:
-        request.respond(b"", NO_STORE, 204)  # otherwise EventSource would reconnect for ever
-        return None
+        await request.respond(b"", NO_STORE, 204)  # otherwise EventSource would reconnect for ever
+        return
     given = request.query_fields
     fields: dict[str, Any] = dict(given)
     for name, count in Counter(name for name, _ in given).items():
@@ -45,12 +44,12 @@ def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, N
         elif count > 1 and name in GenerateRequest.model_fields:
             raise invalid(name, f"given {count} times, may be given once; only stop may be repeated")
     done = b"id: %b\n" % EVENT_SOURCE_END + DONE
-    return _answer(service, request, GenerateRequest, Form, fields | {"stream": "true"}, done)
+    await _answer(service, request, GenerateRequest, Form, fields | {"stream": "true"}, done)
 
 
-def completions(service: Service, request: Request) -> Coroutine[Any, Any, None]:
+async def completions(service: Service, request: Request) -> None:
     """Continue a text, as OpenAI's completions."""
-    return _answer(service, request, CompletionRequest, CompletionForm)
+    await _answer(service, request, CompletionRequest, CompletionForm)
 
 
 async def _answer(
@@ -101,7 +100,7 @@ async def _answer(
     if scoring:
         pieces = _then_score(service, request, pieces, scoring, form)
     if body.stream:
-        await write_stream(request, pieces, form, done)
+        await write_stream(request, pieces, form, service.settings.keep_alive_seconds, done)
     else:
         await write_whole(request, pieces, form)
 

@@ -17,7 +17,7 @@ from service.http.api.bodies import DetokenizeRequest, TokenizeRequest
 from service.http.engine.encoding import Encoder, check_ids
 from service.http.engine.model import Model
 from service.http.handlers.attention import max_characters
-from service.http.request import JSON, NO_STORE, Request, header_lines
+from service.http.request import JSON, NO_STORE, Request
 from service.http.service import Service
 from service.model.checkpoint import CONFIG_NAMES
 from service.model.tokenizer import UNKNOWN
@@ -38,8 +38,8 @@ def published(training: dict[str, Any]) -> dict[str, Any]:
     return published
 
 
-def _respond(request: Request, content: msgspec.Struct, status: int = 200) -> None:
-    request.respond(msgspec.json.encode(content), JSON + NO_STORE, status)
+async def _respond(request: Request, content: msgspec.Struct, status: int = 200) -> None:
+    await request.respond(msgspec.json.encode(content), JSON | NO_STORE, status)
 
 
 async def tokenize(service: Service, request: Request) -> None:
@@ -67,35 +67,35 @@ async def detokenize(service: Service, request: Request) -> None:
     await send_json(request, filled(s.DetokenizeAnswer(HOLE), parts))
 
 
-def tokenizer_info(service: Service, request: Request) -> None:
+async def tokenizer_info(service: Service, request: Request) -> None:
     """Describe the tokenizer, as vLLM does."""
     model = service.find(dict(request.query_fields).get("model"))
     tokenizer = model.tokenizer
     end = model.record_end_character
     beginning = end or ("\n" if "\n" in tokenizer else None)
     unknown = None if tokenizer.unknown_id is None else UNKNOWN
-    _respond(request, s.TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, unknown, None))
+    await _respond(request, s.TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, unknown, None))
 
 
 def _model_card(service: Service, model: Model) -> s.ModelCard:
     return s.ModelCard(model.name, "model", model.created_at, "chargpt", service.settings.max_prompt_characters)
 
 
-def models(service: Service, request: Request) -> None:
+async def models(service: Service, request: Request) -> None:
     """List the served models, as OpenAI does; the default one comes first."""
     models = sorted(service.models.values(), key=lambda model: model is not service.default_model)
-    _respond(request, s.ModelList("list", [_model_card(service, model) for model in models]))
+    await _respond(request, s.ModelList("list", [_model_card(service, model) for model in models]))
 
 
-def model(service: Service, request: Request) -> None:
+async def model(service: Service, request: Request) -> None:
     """Describe the served model, as OpenAI does."""
-    _respond(request, _model_card(service, service.find(request.parameter)))
+    await _respond(request, _model_card(service, service.find(request.parameter)))
 
 
-def info(service: Service, request: Request) -> None:
+async def info(service: Service, request: Request) -> None:
     """Describe what is served: the checkpoint, its losses, limits, backend, devices and versions."""
     settings, model = service.settings, service.find(dict(request.query_fields).get("model"))
-    _respond(
+    await _respond(
         request,
         s.Info(
             s.ServedModel(
@@ -122,20 +122,21 @@ def info(service: Service, request: Request) -> None:
     )
 
 
-def livez(service: Service, request: Request) -> None:
+async def livez(service: Service, request: Request) -> None:
     """Check that this HTTP process answers and the main process is responsive."""
     if not service.state.is_responsive("main", 2 * service.settings.hang_seconds):
-        return _respond(request, s.Status("main process hangs"), 503)
-    _respond(request, s.Status("alive"))
+        return await _respond(request, s.Status("main process hangs"), 503)
+    await _respond(request, s.Status("alive"))
 
 
-def readyz(service: Service, request: Request) -> None:
+async def readyz(service: Service, request: Request) -> None:
     """Check that requests are accepted: not at the start, without a worker, or during a shutdown."""
     if service.state.is_in("leaving"):
-        return _respond(request, s.Status("draining" if service.state.is_in("draining") else "shutting down"), 503)
+        is_draining = service.state.is_in("draining")
+        return await _respond(request, s.Status("draining" if is_draining else "shutting down"), 503)
     if not service.is_ready:
-        return _respond(request, s.Status("no worker"), 503)
-    _respond(request, s.Status("ready"))
+        return await _respond(request, s.Status("no worker"), 503)
+    await _respond(request, s.Status("ready"))
 
 
 async def prometheus(service: Service, request: Request) -> None:
@@ -144,4 +145,4 @@ async def prometheus(service: Service, request: Request) -> None:
         service.metrics.flush()
     accept = (request.fields.get(b"accept") or b"").decode("latin-1")
     text, content_type = await service.exposition.page(accept)
-    request.respond(text, header_lines({"Content-Type": content_type}) + NO_STORE)
+    await request.respond(text, {"content-type": content_type, **NO_STORE})

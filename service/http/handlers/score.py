@@ -181,7 +181,7 @@ def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
 
 async def _send(request: Request, content: ScoreAnswer | NextAnswer, items: Iterable[Iterator[bytes]]) -> None:
     """Send `content`. items: the parts of each item, which fill its hole."""
-    headers = b""
+    headers = {}
     if content.chargpt is not UNSET:
         headers = receipt_headers(content.chargpt, time.monotonic() - request.arrived_at)
     await send_json(request, filled(content, joined(items)), headers)
