@@ -316,7 +316,7 @@ def test_terminal_output_is_text_unless_json_is_set(log_format):
         import logging
         from service.observe.logs import configure_logging, request_id
         configure_logging("info", {log_format!r})
-        logging.getLogger("a.b").info("hello\\x1b[31m\\n%s", "\\u0085")
+        logging.getLogger("a.b").info("hello\\x1b[31m\\n%s", "\\u009b")
         request_id.set("mine")
         try:
             1 / 0
@@ -329,10 +329,10 @@ def test_terminal_output_is_text_unless_json_is_set(log_format):
     with os.fdopen(ours, "rb") as terminal:
         output = terminal.read1(100_000).decode().replace("\r\n", "\n")
     if log_format == "json":
-        assert [line["message"] for line in lines_of(output)] == ["hello\x1b[31m\n\u0085", "oh"]
+        assert [line["message"] for line in lines_of(output)] == ["hello\x1b[31m\n\u009b", "oh"]
         return
     first, second, *trace = output.splitlines()
-    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} INFO main a\.b: hello\\x1b\[31m\\x0a\\x85", first)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} INFO main a\.b: hello\\x1b\[31m\\x0a\\x9b", first)
     assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} ERROR main a\.b: oh \[mine\]", second)
     assert trace[0] == "Traceback (most recent call last):" and trace[-1] == "ZeroDivisionError: division by zero"
 
