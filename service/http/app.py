@@ -252,7 +252,13 @@ class Endpoint:
             request.arrived_at = time.monotonic()
             if operation.runs_model:
                 request.watch()
-            await operation.handler(self.app.service, request)
+            try:
+                async with asyncio.timeout(None) as request.limit:
+                    request.limit_time(self.app.settings.request_timeout_seconds)
+                    await operation.handler(self.app.service, request)
+            except TimeoutError:
+                logger.info("the client did not read its answer in time: closing its connection")
+                request.left()
         except ApiError as error:
             if request.status is not None:
                 raise

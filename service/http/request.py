@@ -27,6 +27,7 @@ Headers = dict[str, str]
 JSON = {"content-type": "application/json"}
 NO_STORE = {"cache-control": "no-store"}
 PART_BYTES = 1 << 16  # of an answer, sent at a time
+UNREAD_SECONDS = 6.0  # to write the rest after the deadline; a lost worker may take 5 of them
 
 
 class ClientLeftError(Exception):
@@ -39,8 +40,8 @@ class Request:
     __slots__ = (
         "id", "method", "path", "query", "fields", "route", "is_quiet", "parameter", "started_at", "arrived_at",
         "content", "num_body_bytes", "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens",
-        "generations", "num_answering", "future", "client_left", "is_gone", "status", "_receive", "_send", "_watch",
-        "__weakref__",
+        "generations", "num_answering", "future", "client_left", "is_gone", "status", "limit", "_receive", "_send",
+        "_watch", "__weakref__",
     )  # fmt: skip
 
     _receive: Receive
@@ -56,6 +57,7 @@ class Request:
         self.content = bytearray()  # the body as far as it has arrived
         self.num_body_bytes = 0
         self.lease: Lease  # the resources that it holds
+        self.limit: asyncio.Timeout  # while its handler runs
         # Set while it runs.
         self.timeout_seconds: float | None = None  # its own time limit
         self.ignored_fields: list[str] = []  # unknown ones
@@ -140,6 +142,11 @@ class Request:
         return dict(sum((Counter(it.endings) for it in self.answering), Counter()))
 
     # -- its end --
+
+    def limit_time(self, seconds: float) -> None:
+        """Set the time limit, from the arrival. It includes writing to a client that does not read."""
+        passed = time.monotonic() - self.arrived_at
+        self.limit.reschedule(asyncio.get_running_loop().time() + seconds + UNREAD_SECONDS - passed)
 
     def left(self) -> None:
         """End everything that still runs, because the client has left."""

@@ -148,6 +148,7 @@ class Service:
             raise invalid(name, f"unknown field, refused because of {reason}{shown}", "unknown_field")
         if body.timeout_seconds is not None:
             request.timeout_seconds = body.timeout_seconds
+            request.limit_time(self.timeout(body.timeout_seconds))
         model = self.find(body.model)
         request.lease.use(model)
         request.lease.cache_salt = body.cache_salt or ""
