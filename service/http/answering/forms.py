@@ -85,7 +85,6 @@ class Form:
         # Names of ids in log-probabilities.
         self._names = _id_names(len(self._characters)) if body.return_tokens_as_token_ids else self._characters
         self._encoder, self._seeds, self._body = encoder, seeds, body
-        self.is_large = body.return_token_ids  # events with a whole prompt's ids are written one after the other
         self._prompts = prompts
         # If requested: over the whole vocabulary, for each prompt without its first character.
         self.prompt_logprobs: list[Logprobs] | None = None

@@ -181,7 +181,7 @@ class Generation:
         self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
         self.touched: dict[SequenceState, None] = {}  # sequences with undelivered deltas, in order of arrival
         self._failure: Exception | None = None  # raised by `_fail`
-        self.due_at = 0.0  # time of the next pieces of a stream, if none is urgent
+        self.due_at = 0.0  # time of the next pieces of a stream, if nothing wakes it before
         self._is_due = False  # a stream may take pieces now
         self._waiter: asyncio.Future[None] | None = None  # awaited by `whole` or `stream`
 
