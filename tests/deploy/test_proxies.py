@@ -247,7 +247,7 @@ def service(tmp_path_factory):
     save_random(folder / "chargpt")
     save_random(folder / "slow", **SLOW)
     checkpoints = f"chargpt={folder / 'chargpt'},slow={folder / 'slow'}"
-    settings = {"client_header": "X-Forwarded-For", "max_connections_per_address": 0, "stream_interval_seconds": 0.1}
+    settings = {"client_header": "X-Forwarded-For", "stream_interval_seconds": 0.1}
     yield from lasting(checkpoints, log_format="json", log_level="debug", **settings)
 
 
