@@ -96,7 +96,7 @@ def test_every_variable_that_the_project_sets_or_reads_is_known():
     known, found = settings | NO_SETTINGS | {*API_KEY_VARIABLES}, {}
     folders = ("service", "training", "tests", "deploy", ".ci", ".github")
     for path in itertools.chain(ROOT.iterdir(), *((ROOT / folder).rglob("*") for folder in folders)):
-        is_binary = path.suffix in (".json", ".png", ".pyc", ".safetensors", ".so")
+        is_binary = path.suffix in (".json", ".png", ".safetensors", ".so") or path.parent.name == "__pycache__"
         if path.is_file() and not is_binary and path != Path(__file__):
             for variable in re.findall(r"(?<![A-Z_])CHARGPT_[A-Z][A-Z_]*(?![A-Z_…])", path.read_text(errors="ignore")):
                 found.setdefault(variable, str(path))
