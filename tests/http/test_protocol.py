@@ -165,6 +165,11 @@ def test_large_heads_malformed_chunks_and_other_versions_are_refused(server):
     assert found == [(data[-30:], refused) for data, refused in REFUSED]
 
 
+def test_a_content_length_may_have_as_many_zeros_as_fit(server):
+    with sent(server.port, post("/tokenize", b'{"prompt":"a"}', Content_Length="0" * 5000 + "14")) as connection:
+        assert statuses(connection, 1) == [200]
+
+
 def test_what_is_allowed_at_these_limits(server):
     """99 headers beside Host, chunk extensions, trailers, HTTP/1.0."""
     body = b'd;a=b;c\r\n{"prompt":"a"\r\n1;d\r\n}\r\n0\r\n'
