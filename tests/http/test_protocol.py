@@ -165,6 +165,14 @@ def test_large_heads_malformed_chunks_and_other_versions_are_refused(server):
     assert found == [(data[-30:], refused) for data, refused in REFUSED]
 
 
+def test_a_request_that_expects_100_and_is_malformed_is_refused_once(server):
+    left = {"handler": "/generate", "method": "POST", "status": "499"}
+    before = server.metric("chargpt_http_requests_total", **left)
+    head = b"POST /generate HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert ask(server, head + b"nonsense\r\n") == (400, "invalid_http")
+    server.wait_until_metric("chargpt_http_requests_total", before + 1, **left)
+
+
 def test_a_content_length_may_have_as_many_zeros_as_fit(server):
     with sent(server.port, post("/tokenize", b'{"prompt":"a"}', Content_Length="0" * 5000 + "14")) as connection:
         assert statuses(connection, 1) == [200]

@@ -359,6 +359,7 @@ def _send_without_chunks(cycle: RequestResponseCycle) -> None:
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
     cycle.disconnected = True
+    cycle.waiting_for_100_continue = False  # nothing more may be written
     cycle.message_event.set()
 
 
