@@ -254,6 +254,17 @@ def test_a_later_request_has_the_same_time(server):
         assert refusal(connection) == (408, "header_timeout")
 
 
+def test_a_request_that_began_before_the_last_answer_has_the_same_time(server, few):
+    with sent(server.port, GET + b"\r\n" + GET) as connection:
+        assert statuses(connection, 1) == [200]
+        assert refusal(connection) == (408, "header_timeout")
+    later = post("/generate", {"prompt": "a", "max_tokens": ENDLESS, "timeout_seconds": 2.5})
+    with sent(few.port, GET + b"\r\n" + later[:20]) as connection:
+        assert statuses(connection, 1) == [200]
+        connection.sendall(later[20:])
+        assert statuses(connection, 1) == [504], "the connection was not idle"
+
+
 def test_an_idle_connection_is_closed_even_if_it_sends_line_breaks(few):
     with sent(few.port, GET + b"\r\n") as idle:
         assert statuses(idle, 1) == [200]

@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
         self._timer = None if callback is None else self.loop.call_later(seconds, callback)
 
     def _head_timed_out(self) -> None:
-        if self._num_bytes:
+        if self._num_bytes or self.cycle is not None:
             message = f"headers not received within {self._settings.header_timeout_seconds:g} s"
             self._refuse(RefusedRequest(ApiError(408, message, code="header_timeout"), "header_timeout"))
         else:  # nothing has arrived
@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
 
     def go_on(self) -> None:
         """Read on soon, in a turn of its own."""
-        if (self._unread or self._is_paused) and not self._is_scheduled:
+        if (self._unread or self._is_paused or self._is_in_head) and not self._is_scheduled:
             self._is_scheduled = True
             self.loop.call_soon(self._read)
 
@@ -184,6 +184,8 @@ class Connection(HttpToolsProtocol):
         elif self._refused is not None:
             self._refuse(self._refused)
         else:
+            if self._is_in_head:  # of the next request: it has the deadline of a head instead
+                self._unset_keepalive_if_required()
             self.go_on()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -201,7 +203,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(refused)
             return
         self._unread = data[start:]
-        if self._is_in_head and self._num_bytes and self._timer is None and self._may_read:
+        if self._is_in_head and self._timer is None and self._may_read:
             self._set_timer(self._settings.header_timeout_seconds, self._head_timed_out)
         pauses = len(self._unread) > MAX_UNREAD_BYTES
         if pauses != self._is_paused and not self.transport.is_closing():
