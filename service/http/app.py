@@ -276,9 +276,10 @@ class Endpoint:
             request.lease.client = name_of_key(fields, app.keys)
         if service.ledger.limits.has_any and not (self.is_quiet or self.is_public):
             request.lease.begin()
-        length, limit = fields.get(b"content-length", b"0"), app.settings.max_body_bytes
-        if int(length) > limit:
-            raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
+        # int() takes at most 4300 digits.
+        length, limit = int(b"0" + fields.get(b"content-length", b"").lstrip(b"0")), app.settings.max_body_bytes
+        if length > limit:
+            raise ApiError(413, f"body must have at most {limit} bytes, got {length}", code="body_too_large")
         operation = self._find(request)
         if operation.is_refused_early:
             service.client.refuse_if_full(request.lease.client)

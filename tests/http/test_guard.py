@@ -7,6 +7,7 @@ import re
 from urllib.parse import unquote
 
 import h11
+import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
@@ -184,7 +185,7 @@ class Transport(asyncio.Transport):
 
     def __init__(self):
         super().__init__({"peername": ("10.0.0.1", 1), "sockname": ("10.0.0.2", 2)})
-        self.written, self.has_ended = b"", False
+        self.written, self.has_ended, self.is_paused = b"", False, False
 
     def write(self, data):
         self.written += data
@@ -204,9 +205,10 @@ class Transport(asyncio.Transport):
         return 0
 
     def pause_reading(self):
-        pass
+        self.is_paused = True
 
-    resume_reading = pause_reading
+    def resume_reading(self):
+        self.is_paused = False
 
 
 async def settle(transport):
@@ -276,3 +278,42 @@ def test_random_streams_are_read_as_h11_reads_them():
     faults = compare([stream(r) for _ in range(NUM_STREAMS)])
     shortest = min(faults, key=lambda fault: len(fault[0]), default=None)
     assert not faults, f"seed {seed}, {len(faults)} faults, the shortest: {shortest}"
+
+
+# -- what is not read yet --
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_waits_behind_a_request_is_bounded(is_refused):
+    """The socket is not read, although the application waits for the end of the connection."""
+    one = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    answers = asyncio.Event()
+
+    async def waiting(scope, receive, send):
+        await receive()
+        watch = asyncio.create_task(receive())
+        await answers.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+        watch.cancel()
+
+    async def main():
+        config = Config(app=waiting, ws="none", access_log=False, lifespan="off")
+        config.load()
+        transport = Transport()
+        connection = Connection(ConnectionLimits(Settings()), config, ServerState(), {})
+        connection.connection_made(transport)
+        if is_refused:
+            connection.data_received(one + b"nonsense\r\n\r\n")
+        connection.data_received(one * 8000)
+        await settle(transport)
+        assert transport.is_paused and not transport.written
+        answers.set()
+        await settle(transport)
+        assert not transport.is_paused  # the rest is read, or discarded so that the error is not lost
+        found = re.findall(rb"HTTP/1.1 (\d+)", transport.written)
+        assert found == ([b"200", b"400"] if is_refused else [b"200"] * 8000)
+        connection.connection_lost(None)
+        await settle(transport)
+
+    asyncio.run(main())

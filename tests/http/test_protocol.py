@@ -165,6 +165,19 @@ def test_large_heads_malformed_chunks_and_other_versions_are_refused(server):
     assert found == [(data[-30:], refused) for data, refused in REFUSED]
 
 
+def test_a_request_that_expects_100_and_is_malformed_is_refused_once(server):
+    left = {"handler": "/generate", "method": "POST", "status": "499"}
+    before = server.metric("chargpt_http_requests_total", **left)
+    head = b"POST /generate HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert ask(server, head + b"nonsense\r\n") == (400, "invalid_http")
+    server.wait_until_metric("chargpt_http_requests_total", before + 1, **left)
+
+
+def test_a_content_length_may_have_as_many_zeros_as_fit(server):
+    with sent(server.port, post("/tokenize", b'{"prompt":"a"}', Content_Length="0" * 5000 + "14")) as connection:
+        assert statuses(connection, 1) == [200]
+
+
 def test_what_is_allowed_at_these_limits(server):
     """99 headers beside Host, chunk extensions, trailers, HTTP/1.0."""
     body = b'd;a=b;c\r\n{"prompt":"a"\r\n1;d\r\n}\r\n0\r\n'
@@ -239,6 +252,17 @@ def test_a_later_request_has_the_same_time(server):
         assert ask(server, GET) == (408, "header_timeout")  # this one was idle for longer than headers may take
         connection.sendall(GET)
         assert refusal(connection) == (408, "header_timeout")
+
+
+def test_a_request_that_began_before_the_last_answer_has_the_same_time(server, few):
+    with sent(server.port, GET + b"\r\n" + GET) as connection:
+        assert statuses(connection, 1) == [200]
+        assert refusal(connection) == (408, "header_timeout")
+    later = post("/generate", {"prompt": "a", "max_tokens": ENDLESS, "timeout_seconds": 2.5})
+    with sent(few.port, GET + b"\r\n" + later[:20]) as connection:
+        assert statuses(connection, 1) == [200]
+        connection.sendall(later[20:])
+        assert statuses(connection, 1) == [504], "the connection was not idle"
 
 
 def test_an_idle_connection_is_closed_even_if_it_sends_line_breaks(few):

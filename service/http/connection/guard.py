@@ -42,14 +42,19 @@ FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class Flow(FlowControl):
-    """uvicorn's flow control. When the application wants more of a body, waiting bytes go to the parser."""
+    """uvicorn's flow control of what is written. The connection itself bounds what is read.
+
+    When the application wants more of a body, waiting bytes go to the parser.
+    """
 
     def __init__(self, connection: Connection):
         super().__init__(connection.transport)
         self.connection: Connection | None = connection
 
+    def pause_reading(self) -> None:
+        pass
+
     def resume_reading(self) -> None:
-        super().resume_reading()
         if self.connection is not None:
             self.connection.go_on()
 
@@ -105,6 +110,8 @@ class Connection(HttpToolsProtocol):
         if self._is_lingering:
             self._limits.num_lingering -= 1
         self._set_timer()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
         self._unread = b""
         self.pipeline.clear()
         self.flow.connection = self.cycle = self._running = None  # type: ignore[assignment]  # reference cycles
@@ -115,7 +122,7 @@ class Connection(HttpToolsProtocol):
         self._timer = None if callback is None else self.loop.call_later(seconds, callback)
 
     def _head_timed_out(self) -> None:
-        if self._num_bytes:
+        if self._num_bytes or self.cycle is not None:
             message = f"headers not received within {self._settings.header_timeout_seconds:g} s"
             self._refuse(RefusedRequest(ApiError(408, message, code="header_timeout"), "header_timeout"))
         else:  # nothing has arrived
@@ -162,7 +169,7 @@ class Connection(HttpToolsProtocol):
 
     def go_on(self) -> None:
         """Read on soon, in a turn of its own."""
-        if (self._unread or self._is_paused) and not self._is_scheduled:
+        if (self._unread or self._is_paused or self._is_in_head) and not self._is_scheduled:
             self._is_scheduled = True
             self.loop.call_soon(self._read)
 
@@ -184,6 +191,8 @@ class Connection(HttpToolsProtocol):
         elif self._refused is not None:
             self._refuse(self._refused)
         else:
+            if self._is_in_head:  # of the next request: it has the deadline of a head instead
+                self._unset_keepalive_if_required()
             self.go_on()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -201,14 +210,17 @@ class Connection(HttpToolsProtocol):
             self._refuse(refused)
             return
         self._unread = data[start:]
-        if self._is_in_head and self._num_bytes and self._timer is None and self._may_read:
+        if self._is_in_head and self._timer is None and self._may_read:
             self._set_timer(self._settings.header_timeout_seconds, self._head_timed_out)
+        self._pause_if_full()
+
+    def _pause_if_full(self) -> None:
         pauses = len(self._unread) > MAX_UNREAD_BYTES
         if pauses != self._is_paused and not self.transport.is_closing():
             self._is_paused = pauses
             if pauses:
                 self.transport.pause_reading()
-            elif not self.flow.read_paused:
+            else:
                 self.transport.resume_reading()
 
     def _feed(self, piece: bytes) -> int:
@@ -308,6 +320,7 @@ class Connection(HttpToolsProtocol):
         reset, and lose the answer.
         """
         self._unread, error, running = b"", refused.error, self._running
+        self._pause_if_full()
         if running is not None and not running.response_complete:
             if running is not self.cycle or not self._is_in_body:  # it has arrived whole
                 self._refused = refused
@@ -359,6 +372,7 @@ def _send_without_chunks(cycle: RequestResponseCycle) -> None:
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
     cycle.disconnected = True
+    cycle.waiting_for_100_continue = False  # nothing more may be written
     cycle.message_event.set()
 
 
