@@ -189,14 +189,16 @@ class App:
         self.num_requests += 1
 
         async def send_started(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                request.status = message["status"]
+            is_start = message["type"] == "http.response.start"
+            if is_start:
                 headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", id.encode())]
                 if request.ignored_fields:
                     headers.append((b"x-ignored-fields", ", ".join(request.ignored_fields).encode()))
                 if self.service.state.is_in("leaving"):  # or the client may send another request on it
                     headers.append((b"connection", b"close"))
             await send(message)
+            if is_start:
+                request.status = message["status"]
 
         request.use(receive, send_started)
         scope["state"]["request"] = request

@@ -183,9 +183,9 @@ class Request:
 
     async def begin(self, headers: Mapping[str, str], status: int = 200) -> None:
         """Begin an answer. Without a content-length it is sent in chunks."""
-        self.status = status
         lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": lines})
+        self.status = status
 
     async def write(self, data: bytes, is_last: bool = False) -> None:
         """Send a part. Returns when the next part may follow."""

@@ -67,8 +67,8 @@ class EventStream:
         """Write events. Returns when the client has read enough of them."""
         async with self._lock:
             if not self.has_begun:
-                self.has_begun = True
                 await self._request.begin(EVENT_STREAM | self._headers())
+                self.has_begun = True  # not before: a comment that waits is cancelled at the end
             await self._request.write(data, is_last)
             self._written_at = time.monotonic()
 
