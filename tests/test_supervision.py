@@ -237,7 +237,8 @@ def test_processes_that_hang_or_are_gone(checkpoint):
         server.wait_until_metric("chargpt_http_processes_ready", 2)
         main, worker = psutil.Process(server.process.pid), server.worker()
         niceness = [process.nice() for process in (worker, *http_processes(server))]
-        assert niceness == [os.nice(0) + 5, os.nice(0), os.nice(0)]  # refusals do not wait for texts
+        own = os.nice(0)
+        assert niceness == [min(19, own + 5), own, own]  # refusals do not wait for texts
         main.suspend()
         worker.suspend()
         try:
