@@ -244,6 +244,7 @@ class Endpoint:
         request: Request = scope["state"]["request"]
         request.use(receive, send)
         request.route, request.is_quiet = self.route, self.is_quiet
+        # A middleware may have changed them.
         request.method, request.path, request.query = scope["method"], scope["path"], scope["query_string"]
         request.parameter = scope.get("path_params", {}).get("model", "")
         try:
