@@ -371,10 +371,10 @@ class EngineClient:
         self._due[generation] = None
 
     def _resume(self) -> None:
-        due, self._due, now = self._due, {}, time.monotonic()
+        due, self._due = self._due, {}
         for generation in due:
             try:
-                generation.come(now)
+                generation.come()
             except Exception:  # concerns only one request
                 logger.exception("a request could not continue")
 

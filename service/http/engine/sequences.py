@@ -253,11 +253,8 @@ class Generation:
         if self._failure is not None:
             await self._fail()
 
-    def come(self, now: float) -> None:
-        """Continue after the client has taken in all deltas that arrived.
-
-        now: the same for all generations that continue together, so that streams are due together again.
-        """
+    def come(self) -> None:
+        """Continue after the client has taken in all deltas that arrived."""
         self._is_due = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
