@@ -33,7 +33,7 @@ from service.http.app import App
 from service.http.connection.guard import Connection
 from service.http.connection.limits import ConnectionLimits
 from service.http.process import running
-from service.http.service import Service
+from service.http.routes.service import Service
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
 from service.placement import BackendError, check_devices, choose_accelerator, choose_backend, choose_slots

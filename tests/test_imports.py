@@ -89,6 +89,23 @@ def test_every_import_is_allowed():
                 assert module in LITSERVE, module
 
 
+# The steps of a request in service/http, each a folder. The modules beside them come last.
+STEPS = ("connection", "schema", "text", "limits", "workers", "routes")
+
+
+def test_a_step_of_a_request_imports_only_earlier_ones():
+    order = [f"service.http.{step}" for step in STEPS] + ["service.http"]
+
+    def place(module):
+        return next((i for i, step in enumerate(order) if module.startswith(step + ".")), -1)
+
+    for path in FILES:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if module.startswith("service.http."):
+            late = [imported for imported in imports(path) if place(imported) > place(module)]
+            assert not late, f"{module} imports {late}"
+
+
 def test_no_modules_import_each_other_in_a_circle():
     """Typing included: what each of them is can be read without the others."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
@@ -113,7 +130,7 @@ LIGHT = (
     [
         [
             (LIGHT, set()),
-            ("service.http.api.bodies", {"pydantic"}),
+            ("service.http.schema.requests", {"pydantic"}),
             ("service.sockets", {"litserve", "fastapi"}),
             ("service.server", {"prometheus_client"}),
         ],

@@ -19,7 +19,7 @@ from litserve.connector import check_cuda_with_nvidia_smi
 from service.engine import native
 from service.engine.backends import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
-from service.http.handlers.info import published
+from service.http.routes.info import published
 from service.placement import (
     BackendError,
     check_devices,

@@ -13,26 +13,29 @@ import logging
 import string
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.http.access import check_content, check_site, name_of_key
-from service.http.api import answers as s
-from service.http.api import bodies as b
-from service.http.api.errors import ApiError
-from service.http.api.openapi import HEADERS, Operation, build_document, documentation
-from service.http.engine.client_limits import address_of
-from service.http.engine.lease import Lease
-from service.http.handlers import attention, generate, info, score
-from service.http.handlers.files import page
-from service.http.request import ClientLeftError, Request
-from service.http.service import Service
+from service.http.connection.access import check_content, check_site, name_of_key
+from service.http.connection.addresses import address_of
+from service.http.connection.errors import ApiError
+from service.http.limits.memory import Lease
+from service.http.routes import attention, generate, info, score
+from service.http.routes.files import page
+from service.http.routes.openapi import HEADERS, Operation, build_document, documentation
+from service.http.routes.request import ClientLeftError, Request
+from service.http.routes.service import Service
+from service.http.schema import answers as s
+from service.http.schema import requests as b
 from service.observe.logs import AccessLog
 from service.observe.logs import request_id as current_request_id
 from service.settings import read_api_keys
+
+if TYPE_CHECKING:
+    from service.http.tracing import Tracer
 
 ATTENTION = "/v1/attention"
 _EVENTS = (s.GenerateEvent, s.GenerateEnd)
@@ -88,6 +91,7 @@ class App:
         self.service, self.settings = service, service.settings
         self.load_certificate: Callable[[], None] = lambda: None  # from the server
         self.access_log: AccessLog | None = None  # in an HTTP process
+        self.tracer: Tracer | None = None
         self.num_requests = 0  # in progress
         self.keys = self.settings.api_keys
         self.router = Router(default=Endpoint(self, "other", {}), redirect_slashes=False)
@@ -223,8 +227,8 @@ class App:
             log.add(
                 level, request.method, request.route, request.status, client, round(seconds, 6), request.id, *others
             )
-        if service.tracer is not None:
-            service.tracer.request(request, ended_at)
+        if self.tracer is not None:
+            self.tracer.request(request, ended_at)
 
 
 class Endpoint:

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from service.catalog import Listing
 from service.http.app import App
-from service.http.engine.attention_thread import AttentionThread
-from service.http.engine.client import EngineClient
-from service.http.service import Service
+from service.http.routes.attention_thread import AttentionThread
+from service.http.routes.service import Service
+from service.http.workers.client import EngineClient
 from service.model.checkpoint import CheckpointError
 from service.observe.logs import AccessLog
 from service.observe.metrics import Metrics, current_folder
@@ -51,7 +51,7 @@ async def running(app: App, process_id: int) -> AsyncIterator[None]:
     if service.settings.otlp_traces_endpoint is not None:
         from service.http.tracing import Tracer  # loads OpenTelemetry
 
-        service.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
+        app.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
 
     async def tick() -> None:
         while True:
@@ -75,8 +75,8 @@ async def running(app: App, process_id: int) -> AsyncIterator[None]:
         task.cancel()
     metrics.flush()
     log.flush()
-    if service.tracer is not None:
-        await asyncio.to_thread(service.tracer.shutdown)
+    if app.tracer is not None:
+        await asyncio.to_thread(app.tracer.shutdown)
 
 
 def show(service: Service, process: str) -> None:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from service.http.engine.sequences import timing_of
+from service.http.workers.sequences import timing_of
 from service.observe.exporter import open_provider
 
 if TYPE_CHECKING:
-    from service.http.request import Request
+    from service.http.routes.request import Request
 
 logger = logging.getLogger(__name__)
 

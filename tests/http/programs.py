@@ -20,9 +20,9 @@ COUNTS = """
 import gc, json, tracemalloc
 from service import server
 from service.http import app
-from service.http.answering import pause
-from service.http.api.openapi import Operation
-from service.http.engine.lease import Lease
+from service.http.connection import pause
+from service.http.routes.openapi import Operation
+from service.http.limits.memory import Lease
 
 counts = {"of_one": 0, "of_all": 0, "pauses": 0}
 hold, if_due = Lease.hold, pause.Pause.if_due
@@ -79,7 +79,7 @@ options["middlewares"] = [Answering]
 
 # Limits of clients per minute are counted at one moment.
 STILL = """
-from service.http.engine.client_limits import ClientLimits
+from service.http.limits.clients import ClientLimits
 
 ClientLimits.__init__.__defaults__ = (None, lambda: 1000.0)
 """

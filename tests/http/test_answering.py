@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from service.http.answering import pause
-from service.http.answering.pause import Pause
-from service.http.answering.stream import send_json
+from service.http.connection import pause
+from service.http.connection.pause import Pause
+from service.http.routes.stream import send_json
 
 pytestmark = pytest.mark.anyio
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from service.http.answering.stream import event
-from service.http.api.errors import ApiError
+from service.http.connection.errors import ApiError
+from service.http.routes.stream import event
 from tests.helpers import ENDLESS, VOCABULARY, lasting, save_random, serving, web
 from tests.toolbox.http import PATIENCE, events, pieces, sent, text_of
 from tests.toolbox.http import post as written

@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from service.http.api.errors import ApiError
-from service.http.engine.attention_thread import MAX_WAITING, AttentionThread
-from service.http.request import Request
+from service.http.connection.errors import ApiError
+from service.http.routes.attention_thread import MAX_WAITING, AttentionThread
+from service.http.routes.request import Request
 from service.model.attention import attention_layers
 from tests.helpers import save_random, serving, wait_until, web
 from tests.toolbox.http import PATIENCE

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from service.http.api import reading
-from service.http.api.bodies import (
+from service.http.connection.errors import ApiError
+from service.http.schema import reading
+from service.http.schema.reading import LARGE_BODY_BYTES, LARGE_FIELD_BYTES, BodyReader, decode, read, read_large
+from service.http.schema.requests import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
@@ -20,8 +22,6 @@ from service.http.api.bodies import (
     ScoreRequest,
     TokenizeRequest,
 )
-from service.http.api.errors import ApiError
-from service.http.api.reading import LARGE_BODY_BYTES, LARGE_FIELD_BYTES, BodyReader, decode, read, read_large
 from service.model.params import SAMPLING_META
 from service.settings import Settings
 from tests.helpers import web

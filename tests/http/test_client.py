@@ -9,11 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service.catalog import Version
-from service.http.api.errors import ApiError
-from service.http.engine.client import MAX_RUNS, EngineClient
-from service.http.engine.model import Model
-from service.http.engine.patterns import PatternThread
-from service.http.request import Request
+from service.http.connection.errors import ApiError
+from service.http.routes.request import Request
+from service.http.text.model import Model
+from service.http.text.patterns import PatternThread
+from service.http.workers.client import MAX_RUNS, EngineClient
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
@@ -264,7 +264,7 @@ async def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with
 
 
 async def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused(peer, monkeypatch):
-    monkeypatch.setattr("service.http.engine.client.REPLACING_SECONDS", 60.0)
+    monkeypatch.setattr("service.http.workers.client.REPLACING_SECONDS", 60.0)
     client = peer.client
     with peer.no_worker():
         await peer.until(lambda: not client.is_ready)
@@ -279,7 +279,7 @@ async def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused
         client.sweep(time.monotonic() + 61)
         with pytest.raises(ApiError, match="no inference process is ready"):
             await generation.whole()
-        monkeypatch.setattr("service.http.engine.client.REPLACING_SECONDS", 0.0)
+        monkeypatch.setattr("service.http.workers.client.REPLACING_SECONDS", 0.0)
         with pytest.raises(ApiError, match="no inference process is ready"):
             client.start(peer.model, [submit([0])], time.monotonic())
     assert peer.counts() == {"submitted": 4, "refused": 3, "begun": 1, "length": 1}
@@ -321,7 +321,7 @@ async def test_a_draw_that_lost_its_worker_gives_each_answer_once(peer):
 
 async def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(peer, monkeypatch):
     """Not that of a new sequence, which it was when it waited for its first worker."""
-    monkeypatch.setattr("service.http.engine.client.REPLACING_SECONDS", 60.0)
+    monkeypatch.setattr("service.http.workers.client.REPLACING_SECONDS", 60.0)
     with peer.no_worker():
         await peer.until(lambda: not peer.client.is_ready)
         generation = peer.client.start(peer.model, [submit([0])], time.monotonic())
@@ -359,7 +359,7 @@ async def test_of_a_refused_request_nothing_more_is_submitted(peer):
 
 
 async def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client(peer, monkeypatch):
-    monkeypatch.setattr("service.http.engine.client.REFUSING_SECONDS", 60.0)
+    monkeypatch.setattr("service.http.workers.client.REFUSING_SECONDS", 60.0)
     client = peer.client
     running = {name: client.start(peer.model, [submit([0], client=name)], time.monotonic()) for name in "ab"}
     refused = client.start(peer.model, [submit([0], client="b")], time.monotonic())
@@ -382,7 +382,7 @@ async def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client(p
 
 
 async def test_a_refusal_before_the_worker_is_asked_is_for_a_moment_and_of_what_it_would_refuse_too(peer, monkeypatch):
-    monkeypatch.setattr("service.http.engine.client.REFUSING_SECONDS", 60.0)
+    monkeypatch.setattr("service.http.workers.client.REFUSING_SECONDS", 60.0)
     for patience, count in ((1e9, 1), (0.0, 2), (0.0, 1)):
         peer.client._patience = patience
         submits = [submit([0], client="b") for _ in range(count)]

@@ -12,8 +12,9 @@ from hashlib import sha256
 import httpx
 import pytest
 
-from service.http.api.errors import ApiError
-from service.http.engine.client_limits import ClientLimits, address_of
+from service.http.connection.addresses import address_of
+from service.http.connection.errors import ApiError
+from service.http.limits.clients import ClientLimits
 from service.settings import Settings, read_client_limits
 from service.shared import SharedTable
 from tests.helpers import ENDLESS, serving, wait_until, web

@@ -12,8 +12,8 @@ import tracemalloc
 import httpx
 import pytest
 
-from service.http.api.errors import ApiError
-from service.http.engine import patterns
+from service.http.connection.errors import ApiError
+from service.http.text import patterns
 from tests.helpers import serving, wait_until, web
 from tests.http.programs import COUNTING
 from tests.toolbox.http import post, received, sent

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from service.http.engine.lease import SEQUENCE_BYTES, estimate
+from service.http.limits.memory import SEQUENCE_BYTES, estimate
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.wire import Draw, Submit

@@ -5,8 +5,8 @@ import hashlib
 import pytest
 from starlette.middleware.cors import CORSMiddleware
 
-from service.http.access import check_content, check_site, name_of_key
-from service.http.api.errors import ApiError
+from service.http.connection.access import check_content, check_site, name_of_key
+from service.http.connection.errors import ApiError
 
 KEYS = {hashlib.sha256(key).digest(): key[:3].decode() for key in (b"one-key-0123", b"two-key-0123")}
 

@@ -10,9 +10,9 @@ import httpx
 import msgspec
 import pytest
 
-from service.http.api.errors import ApiError
-from service.http.engine.client_limits import ClientLimits
-from service.http.engine.lease import Estimate, Lease, Ledger, estimate, size_of
+from service.http.connection.errors import ApiError
+from service.http.limits.clients import ClientLimits
+from service.http.limits.memory import Estimate, Lease, Ledger, estimate, size_of
 from service.model.params import SamplingParams
 from service.settings import Settings
 from service.shared import SharedState

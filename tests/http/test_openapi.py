@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from hypothesis import strategies as st
 
-from service.http.api.openapi import build_document
 from service.http.app import OPERATIONS
+from service.http.routes.openapi import build_document
 from service.server import build_server
 from service.settings import Settings
 from tests.helpers import VOCABULARY, lasting, save_random, web

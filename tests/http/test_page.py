@@ -13,7 +13,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from service.http.handlers.files import STATIC
+from service.http.routes.files import STATIC
 from service.settings import BUNDLED
 from tests.helpers import VOCABULARY, lasting, save_random, serving, wait_until, web
 from tests.toolbox.http import PATIENCE, events

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from service.http.engine.patterns import PatternCompiler, PatternThread
+from service.http.text.patterns import PatternCompiler, PatternThread
 
 pytestmark = pytest.mark.anyio
 

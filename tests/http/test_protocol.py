@@ -14,8 +14,8 @@ import httpx
 import psutil
 import pytest
 
+from service.http.connection.addresses import network_of
 from service.http.connection.limits import LOOPBACK
-from service.http.engine.client_limits import network_of
 from tests.helpers import ENDLESS, http_processes, lasting, make_certificate, serving, wait_until, web
 from tests.toolbox.http import PATIENCE, answer, pieces, post, received, sent
 from tests.toolbox.launch import Program, free_port

@@ -7,10 +7,10 @@ import json
 import msgspec
 import pytest
 
-from service.http.api.bodies import CompletionRequest, GenerateRequest
-from service.http.api.errors import ApiError
-from service.http.api.foreign import FOREIGN_FIELDS, MAX_UNKNOWN_FIELDS, OTHER_NAMES, REFUSED_FIELDS
-from service.http.api.reading import BodyReader, read
+from service.http.connection.errors import ApiError
+from service.http.schema.foreign import FOREIGN_FIELDS, MAX_UNKNOWN_FIELDS, OTHER_NAMES, REFUSED_FIELDS
+from service.http.schema.reading import BodyReader, read
+from service.http.schema.requests import CompletionRequest, GenerateRequest
 from service.model.params import SAMPLING_META, SamplingParams
 from service.settings import Settings
 from service.wire import Submit

@@ -1,1 +1,1 @@
-"""The HTTP/1.1 connection: parsing, limits, time limits and listening. It knows nothing about routes."""
+"""The HTTP/1.1 connection: what it may send, hold and begin; errors. It knows nothing about routes."""

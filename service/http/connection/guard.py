@@ -26,7 +26,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from service.http.api.errors import ApiError, RefusedRequest, shortened
+from service.http.connection.errors import ApiError, RefusedRequest, shortened
 from service.http.connection.limits import ConnectionLimits
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import resource
 from collections import Counter
 from collections.abc import Callable
 
-from service.http.api.errors import ApiError, RefusedRequest
-from service.http.engine.client_limits import network_of
+from service.http.connection.addresses import network_of
+from service.http.connection.errors import ApiError, RefusedRequest
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.words import plural

@@ -1,1 +1,0 @@
-"""The writing of answers: their forms, JSON in parts, streams."""

@@ -1,1 +1,0 @@
-"""The API: bodies of requests and answers, errors, and the OpenAPI document."""

@@ -1,0 +1,1 @@
+"""What a request may hold, and what a client may ask for."""

@@ -1,0 +1,121 @@
+"""POST /v1/attention: the attention weights of a short text, computed in a thread of this HTTP process.
+
+The kernels of the engine keep no attention weights. The thread runs beside the engine, one text at a time, so it takes
+at most one CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from msgspec import UNSET
+
+from service.http.connection.errors import ApiError, invalid
+from service.http.routes.attention_thread import Found
+from service.http.routes.json_parts import HOLE, filled, joined, list_parts
+from service.http.routes.request import Request
+from service.http.routes.service import Service
+from service.http.routes.stream import send_json
+from service.http.schema.answers import AttentionAnswer, HeadAttention
+from service.http.schema.requests import MAX_ATTENTION_CHARACTERS, AttentionRequest
+from service.http.text.encoding import Encoder, begun
+from service.http.text.model import Model
+from service.model.attention import LayerAttention, attention_layers
+from service.model.checkpoint import WEIGHTS
+
+MAX_WEIGHT_BYTES = 128 << 20  # limit of a checkpoint's file, because this process keeps the weights of one model
+NUMBER_BYTES = 8
+
+
+def max_characters(model: Model) -> int:
+    """Return the maximum length of a text for this model; 0: its weights are too large."""
+    if model.checkpoint.files[WEIGHTS].size > MAX_WEIGHT_BYTES:
+        return 0
+    return min(model.checkpoint.config.block_size, MAX_ATTENTION_CHARACTERS)
+
+
+async def attention(service: Service, request: Request) -> None:
+    """Give the attention weights of a short text, of each layer and head.
+
+    Row t of a head's `weights` says how much of its output at character t comes from each of the characters 0 to t; it
+    sums to 1. With `scores`, also what they are made of: the products of queries and keys for all pairs of characters.
+    Multiplied by `scale` and, without those after t, through a softmax, row t of `scores` is row t of `weights`. With
+    `values`, also what these mix: row t of `weights` times `values` is the head's output at character t.
+    """
+    body, model = await service.read(AttentionRequest, request)
+    config = model.checkpoint.config
+    limit = max_characters(model)
+    if not limit:
+        message = f"checkpoints must have at most {MAX_WEIGHT_BYTES} bytes of weights for this route"
+        raise invalid("model", f"{message}, got {model.checkpoint.files[WEIGHTS].size}")
+    if len(body.text) > limit:
+        raise invalid("text", f"at most {limit} characters, got {len(body.text)}")
+    for param, number, count in ("layer", body.layer, config.n_layer), ("head", body.head, config.n_head):
+        if number is not None and number >= count:
+            raise invalid(param, f"must be in [0, {count - 1}], got {number}")
+    encoder = Encoder(service.settings, model, body)
+    ids = await encoder.encode(body.text, "text")
+    if model.record_end is not None:
+        ids = begun(model, ids, "text")
+        if len(ids) > limit:
+            raise invalid("text", f"at most {limit - 1} characters after the mark that begins a record, got {limit}")
+    layers = range(config.n_layer) if body.layer is None else [body.layer]
+    heads = range(config.n_head) if body.head is None else [body.head]
+    # The matrices that are kept, and those of a layer during its computation.
+    num_matrices = len(layers) * len(heads) * (2 if body.scores else 1) + 4 * config.n_head
+    needed, allowed = NUMBER_BYTES * num_matrices * len(ids) ** 2, service.settings.max_request_bytes
+    if needed > allowed:
+        message = f"{len(layers)} layers of {len(heads)} heads need {needed} bytes of memory, {allowed} are allowed"
+        raise invalid("layer", f"{message}: choose one, or shorten the text")
+    request.lease.take(needed, len(ids))
+
+    def compute() -> Found:  # in the thread
+        request.lease.spend()
+        found: Found = []
+        weights = service.attention.weights(model)
+        for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):
+            if request.is_gone:
+                break
+            for head in heads if layer in layers else ():  # copied, because a view would keep all heads
+                scores = of_layer.scores[head].copy() if body.scores else np.empty(0)
+                of_head = LayerAttention(scores, of_layer.weights[head].copy(), of_layer.values[head].copy())
+                found.append((layer, head, of_head))
+        return found
+
+    try:
+        future = request.future = service.attention.submit(compute)
+    except ApiError:
+        model.metrics.request_rejected("queue_full")
+        raise
+    encoder.count_unknown()
+    request.num_prompt_tokens = len(ids)
+
+    seconds = service.timeout(body.timeout_seconds)
+    deadline = request.arrived_at + seconds
+    await asyncio.wait([future], timeout=deadline - time.monotonic())
+    if request.is_gone:
+        return
+    if not future.done() or time.monotonic() >= deadline:
+        future.cancel()
+        message = f"the request took longer than {seconds:g} s, {service.timeout_name(request)}"
+        raise ApiError(504, message, code="timeout")
+    found = future.result()
+    answer = AttentionAnswer(
+        request.id, model.name, model.digest, model.tokenizer.decode(ids), config.n_layer, config.n_head,
+        1 / math.sqrt(config.head_dim), HOLE, encoder.replaced, encoder.dropped,
+    )  # fmt: skip
+    of_heads = (_head(*of_head, body.scores, body.values) for of_head in found)
+    await send_json(request, filled(answer, joined(of_heads)))
+
+
+def _head(layer: int, head: int, found: LayerAttention, with_scores: bool, with_values: bool) -> Iterator[bytes]:
+    content = HeadAttention(layer, head, HOLE, HOLE if with_scores else UNSET, HOLE if with_values else UNSET)
+    weights = ([np.round(row[: t + 1], 7).tolist()] for t, row in enumerate(found.weights))
+    parts = [found.scores] * with_scores + [found.values] * with_values
+    rows = [list_parts([row.tolist()] for row in np.round(part, 5)) for part in parts]
+    return filled(content, list_parts(weights), *rows)

@@ -1,0 +1,155 @@
+"""best_of and suffix: sample candidates, answer with some of them. exact: fill up with masked answers."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+
+from service.constrain.automaton import Automaton
+from service.http.connection.pause import Pause
+from service.http.limits.memory import MAX_CUTS
+from service.http.routes.request import Request
+from service.http.routes.service import Service
+from service.http.schema.requests import GenerationRequest
+from service.http.workers.sequences import Piece
+from service.model.params import MAX_SEED
+from service.wire import Submit, floats
+
+Echo = list[str] | None  # the prompt of each sequence, if the answer begins with it
+Ranked = list[tuple[float, Piece]]  # candidates, each with its score; the highest is best
+
+
+async def best_of(
+    service: Service, request: Request, submits: list[Submit], body: GenerationRequest, candidates: int, echo: Echo
+) -> list[Piece]:
+    """The `n` texts of each prompt with the highest mean log-probability; empty ones, which have none, come last."""
+    ranked, pause = [], Pause()
+    for piece in await service.start(request, submits, echo=echo).whole():
+        start = len(echo[piece.number]) - piece.num_unscored if echo else 0
+        values = floats(piece.logprobs.values[8 * start :]) if piece.logprobs is not None else []
+        if body.logprobs is None:
+            piece = msgspec.structs.replace(piece, logprobs=None)
+        await pause.if_due()
+        ranked.append((sum(values) / len(values) if values else -math.inf, piece))
+    return _best(ranked, body.n, candidates)
+
+
+async def exact_or_masked(service: Service, request: Request, submits: list[Submit], n: int) -> list[Piece]:
+    """Exact answers, and where there are too few, others by the mask."""
+    timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
+    generation = service.start(request, submits)
+    generation.may_lack_answers = True
+    pieces = await generation.whole()
+    masked, numbers = [], []
+    for i, (submit, state) in enumerate(zip(submits, generation.sequences, strict=True)):
+        for j in range(state.num_answers, n):
+            sampling = msgspec.structs.replace(submit.sampling, seed=(submit.sampling.seed + j) % (MAX_SEED + 1))
+            masked.append(
+                msgspec.structs.replace(submit, draw=None, sampling=sampling, timeout_seconds=timeout_seconds)
+            )
+            numbers.append(i * n + j)
+    if masked and not request.client_left:
+        request.num_answering = 2
+        rest = await service.start(request, masked).whole()
+        pieces += [msgspec.structs.replace(it, number=numbers[it.number], is_exact=False) for it in rest]
+    return sorted(pieces, key=lambda piece: piece.number)
+
+
+async def infill(
+    service: Service,
+    request: Request,
+    submits: list[Submit],
+    n: int,
+    candidates: int,
+    suffix: list[int],
+    echo: Echo,
+    is_drawn: bool,
+) -> list[Piece]:
+    """The `n` texts of each prompt after which the suffix is likeliest, or `n` draws in proportion to its likelihood.
+
+    Each candidate is also cut where the suffix's first character is likeliest to come next, if the text before it
+    matches the request's pattern. The likelihood is p(suffix | prompt, middle). A draw weighs samples of
+    p(middle | prompt) with it (sampling importance resampling: Rubin 1987).
+    """
+    model = request.model
+    assert model is not None
+    timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
+    first, pattern = submits[0], None
+    if first.constraint is not None and first.may_leave and not first.constrains_first:  # of a regex or choice
+        pattern = Automaton.unpack(first.constraint)
+    for submit in submits:
+        submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None
+    sampled = await service.start(request, submits).whole()
+    if request.client_left:
+        return []
+    middles, pause = [], Pause()
+    for piece in sampled:
+        ends = None if pattern is None else pattern.match_lengths(model.tokenizer.encode(piece.text))
+        middles += _cut(piece, submits[piece.number].min_tokens, ends)
+        await pause.if_due()
+    scoring: dict[tuple[int, str], Submit] = {}  # (prompt, text): equal texts are scored once, and alike
+    for middle in middles:
+        submit = submits[middle.number]
+        before = submit.prompt + model.tokenizer.encode(middle.text)
+        scoring[middle.number // candidates, middle.text] = Submit(
+            0, before + suffix, 0, submit.sampling, timeout_seconds,
+            logprobs=0, score_from=len(before), priority=submit.priority,
+        )  # fmt: skip
+    generation = service.start(request, list(scoring.values()))
+    await generation.whole()
+    scores = {key: sum(floats(generation.prompt_logprobs(i).values)) for i, key in enumerate(scoring)}
+    ranked = [(scores[middle.number // candidates, middle.text], middle) for middle in middles]
+    chosen = _drawn(ranked, submits, n, candidates) if is_drawn else _best(ranked, n, candidates)
+    if echo:  # each prompt's text, `candidates` times
+        chosen = [
+            msgspec.structs.replace(piece, text=echo[piece.number // n * candidates] + piece.text) for piece in chosen
+        ]
+    return chosen
+
+
+def _cut(piece: Piece, min_tokens: int, ends: set[int] | None) -> list[Piece]:
+    """A candidate as it is, and cut where the suffix is likely to begin. ends: lengths that match; None: all."""
+    # Of the suffix's first character at each position.
+    chances = floats(piece.logprobs.top_values) if piece.logprobs is not None else []
+    possible = [i for i in range(min_tokens, len(chances)) if ends is None or i in ends]
+    cuts = sorted(possible, key=lambda i: -round(chances[i], 4))[:MAX_CUTS]
+    whole = msgspec.structs.replace(piece, logprobs=None)
+    return [whole, *(msgspec.structs.replace(whole, text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]
+
+
+def _by_prompt(ranked: Ranked, num_candidates: int) -> list[tuple[int, Ranked]]:
+    """The candidates of each prompt, by its number."""
+    by_prompt: dict[int, Ranked] = {}
+    for score, piece in ranked:
+        by_prompt.setdefault(piece.number // num_candidates, []).append((score, piece))
+    return sorted(by_prompt.items())
+
+
+def _drawn(ranked: Ranked, submits: list[Submit], n: int, num_candidates: int) -> list[Piece]:
+    """n of each prompt's candidates, each drawn in proportion to the exponential of its score; renumbered."""
+    drawn: list[Piece] = []
+    for prompt, candidates in _by_prompt(ranked, num_candidates):
+        highest = max(score for score, _ in candidates)
+        weights = [math.exp(score - highest) for score, _ in candidates]
+        chance = random.Random(submits[prompt * num_candidates].sampling.seed)
+        chosen = chance.choices([piece for _, piece in candidates], weights, k=n)
+        drawn += [msgspec.structs.replace(piece, number=prompt * n + i) for i, piece in enumerate(chosen)]
+    return drawn
+
+
+def _best(ranked: Ranked, n: int, num_candidates: int) -> list[Piece]:
+    """The n candidates of each prompt with the highest score, renumbered; repetitions of a text come last."""
+    best: list[Piece] = []
+    for prompt, candidates in _by_prompt(ranked, num_candidates):
+        texts: set[str] = set()
+        ordered = []
+        for i, (score, piece) in enumerate(candidates):
+            ordered.append((piece.text in texts, -round(score, 4), i, piece))
+            texts.add(piece.text)
+        best += [
+            msgspec.structs.replace(piece, number=prompt * n + place)
+            for place, (*_, piece) in enumerate(sorted(ordered)[:n])
+        ]
+    return best

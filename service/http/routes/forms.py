@@ -1,0 +1,274 @@
+"""The two forms of a generation's answer: that of /generate, and that of OpenAI's completions.
+
+Both have whole answers and events of streams. This module knows nothing about how they are written.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from service.http.routes.json_parts import (
+    HOLE,
+    MAX_CHARACTERS,
+    MAX_NUMBERS,
+    filled,
+    joined,
+    list_parts,
+    sliced,
+    text_parts,
+)
+from service.http.routes.request import Request
+from service.http.routes.service import Service
+from service.http.schema.answers import (
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    Exact,
+    GenerateAnswer,
+    GenerateChoice,
+    GenerateEnd,
+    GenerateEvent,
+    PromptLogprob,
+    Receipt,
+    TokenLogprobs,
+    Usage,
+)
+from service.http.schema.requests import GenerationRequest
+from service.http.text.encoding import Encoder
+from service.http.workers.sequences import Piece, timing_of
+from service.wire import Logprobs, floats
+
+PIECE_CHARACTERS = 512  # limit of an event or of a part of a whole answer, if it has log-probabilities
+
+_encode = msgspec.json.encode
+
+
+def pieces_of(piece: Piece) -> Iterator[Piece]:
+    """Split a piece with log-probabilities at PIECE_CHARACTERS, or earlier if there are many alternatives."""
+    if piece.logprobs is None:
+        yield piece
+        return
+    first = piece.num_unscored
+    length = max(1, min(PIECE_CHARACTERS, MAX_NUMBERS // (1 + piece.logprobs.num_alternatives)))
+    for start in range(0, len(piece.text) or 1, length):
+        end = start + length
+        is_last = end >= len(piece.text)
+        yield msgspec.structs.replace(
+            piece,
+            text=piece.text[start:end],
+            finish_reason=piece.finish_reason if is_last else None,
+            logprobs=piece.logprobs.part(max(0, start - first), end - first),
+            num_unscored=0 if start else first,
+        )
+
+
+class Form:
+    """Encodes one request's answer in the form of /generate."""
+
+    def __init__(
+        self,
+        service: Service,
+        request: Request,
+        encoder: Encoder,
+        seeds: list[int],
+        body: GenerationRequest,
+        prompts: list[list[int]],
+    ):
+        self._service, self.request, self.model = service, request, encoder.model.name
+        self.continuous_usage = body.stream_options.continuous_usage_stats
+        self._characters = encoder.tokenizer.characters
+        # Names of ids in log-probabilities.
+        self._names = _id_names(len(self._characters)) if body.return_tokens_as_token_ids else self._characters
+        self._encoder, self._seeds, self._body = encoder, seeds, body
+        self._prompts = prompts
+        # If requested: over the whole vocabulary, for each prompt without its first character.
+        self.prompt_logprobs: list[Logprobs] | None = None
+        self._echoed: dict[int, int] = {}  # characters of the prompt that each choice still lacks, if ids are reported
+        self._offsets: dict[int, int] = {}  # characters written of each choice, if log-probabilities are reported
+
+    @property
+    def receipt(self) -> Receipt:
+        receipt = self._service.receipt(self._encoder, timing_of(self.request.answering), self._seeds)
+        if self._body.exact:
+            every = [it.drawn for it in self.request.generations[0].sequences if it.drawn is not None]
+            candidates, matches = sum(it.candidates for it in every), sum(it.matches for it in every)
+            characters = sum(it.characters for it in every)
+            receipt.exact = Exact(candidates, matches, round(matches / max(1, candidates), 7), characters)
+        return receipt
+
+    @property
+    def usage(self) -> Usage:
+        prompt, completion = self.request.num_prompt_tokens or 0, self.request.num_completion_tokens
+        return Usage(prompt, completion, prompt + completion)
+
+    def logprobs(self, piece: Piece) -> TokenLogprobs:
+        start = self._offsets.get(piece.number, 0)
+        end = self._offsets[piece.number] = start + len(piece.text)
+        return TokenLogprobs(self._tokens(piece.text), _values(piece), self._tops(piece), list(range(start, end)))
+
+    def _tokens(self, text: str) -> list[str]:
+        """Return the names of its characters."""
+        if not self._body.return_tokens_as_token_ids:
+            return list(text)
+        return [self._names[id] for id in self._encoder.tokenizer.encode(text)]
+
+    def _tops(self, piece: Piece) -> list[dict[str, float] | None]:
+        """Return the likeliest alternatives and the character itself, for each character."""
+        assert piece.logprobs is not None
+        names, scored = self._names, self._tokens(piece.text[piece.num_unscored :])
+        unscored: list[dict[str, float] | None] = [None] * piece.num_unscored
+        return unscored + [
+            {names[id]: round(other, 7) for id, other in top} | {own: round(value, 7)}
+            for own, (value, top) in zip(scored, piece.logprobs.rows(), strict=True)
+        ]
+
+    def whole(self, pieces: list[Piece], receipt: Receipt) -> bytes | Iterator[bytes]:
+        """Return the whole answer, in parts if it is large."""
+        has_more = self._body.return_token_ids or self.prompt_logprobs is not None
+        if has_more or (_size(pieces[0]) if len(pieces) == 1 else sum(map(_size, pieces))) > 1:
+            return filled(self.answer(HOLE, receipt), joined(map(self._parts, pieces)))
+        choices = [
+            self.choice(piece, piece.text, None if piece.logprobs is None else self.logprobs(piece)) for piece in pieces
+        ]
+        return _encode(self.answer(choices, receipt))
+
+    def _parts(self, piece: Piece) -> Iterator[bytes]:
+        """Yield the JSON of a choice."""
+        choice: Any = self.choice(piece, HOLE, None if piece.logprobs is None else HOLE)
+        parts: list[Iterable[bytes]] = [text_parts(piece.text)]
+        if piece.logprobs is not None:
+            logprobs = filled(
+                TokenLogprobs(HOLE, HOLE, HOLE, HOLE),
+                list_parts(self._tokens(part.text) for part in pieces_of(piece) if part.text),
+                list_parts(_values(part) for part in pieces_of(piece) if part.text),
+                list_parts(self._tops(part) for part in pieces_of(piece) if part.text),
+                list_parts(sliced(range(len(piece.text)))),
+            )
+            parts.append(logprobs)
+        prompt = self._prompt_of(piece)
+        if self._body.return_token_ids:
+            choice.token_ids = choice.prompt_token_ids = HOLE
+            encode, text = self._encoder.tokenizer.encode, piece.text[len(prompt) if self._body.echo else 0 :]
+            slices = (encode(text[i : i + MAX_NUMBERS]) for i in range(0, len(text), MAX_NUMBERS))
+            parts += [list_parts(slices), list_parts(sliced(prompt))]
+        if self.prompt_logprobs is not None:
+            choice.prompt_logprobs = HOLE
+            rows = self._prompt_rows(prompt, self.prompt_logprobs[piece.number // self._body.n])
+            parts.append(list_parts([row] for row in rows))
+        return filled(choice, *parts)
+
+    def _prompt_of(self, piece: Piece) -> list[int]:
+        return self._prompts[piece.number // self._body.n]
+
+    def _prompt_rows(self, prompt: list[int], logprobs: Logprobs) -> Iterator[dict[str, PromptLogprob] | None]:
+        """Yield the rows of vLLM's `prompt_logprobs`: each character itself and the likeliest ones."""
+        unscored, count = len(prompt) - len(logprobs), self._body.prompt_logprobs or 0
+        yield from [None] * unscored
+        for i, own in enumerate(prompt[unscored:]):
+            ((_, top),) = logprobs.part(i, i + 1).rows()
+            places = [[id for id, _ in top].index(own), *range(len(top) if count < 0 else count)]
+            yield {
+                str(id): PromptLogprob(round(value, 7), place + 1, self._characters[id])
+                for place in places
+                for id, value in [top[place]]
+            }
+
+    def _add_ids(self, choice: Any, piece: Piece) -> None:
+        """Add the ids of its text to an event, and the ids of the prompt to a choice's first event."""
+        prompt = self._prompt_of(piece)
+        if piece.number not in self._echoed:
+            choice.prompt_token_ids = prompt
+        echoed = self._echoed.get(piece.number, len(prompt) if self._body.echo else 0)
+        choice.token_ids = self._encoder.tokenizer.encode(piece.text[echoed:])
+        self._echoed[piece.number] = max(0, echoed - len(piece.text))
+
+    def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
+        """Return the whole answer."""
+        return GenerateAnswer(self.request.id, self.model, choices, self.usage, receipt)
+
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
+        """Return a complete choice."""
+        reason = piece.finish_reason
+        return GenerateChoice(
+            piece.number, text, reason, piece.seed, UNSET if logprobs is None else logprobs, _is_exact(piece)
+        )
+
+    def event(self, piece: Piece, is_last: bool) -> bytes:
+        """Return the JSON of a piece. is_last: it is the last piece of those written together."""
+        usage = self.usage if self.continuous_usage else UNSET
+        logprobs = UNSET if piece.logprobs is None else self.logprobs(piece)
+        event = GenerateEvent(
+            piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, _is_exact(piece), usage=usage
+        )
+        if self._body.return_token_ids:
+            self._add_ids(event, piece)
+        return _encode(event)
+
+    def end(self) -> bytes:
+        """Return the JSON of the event after the last piece; empty: there is none."""
+        return _encode(GenerateEnd(self.request.id, self.model, self.usage, self.receipt))
+
+
+class CompletionForm(Form):
+    """Encodes one request's answer in the form of /v1/completions and OpenAI's API."""
+
+    def __init__(self, service: Service, request: Request, *arguments: Any):
+        super().__init__(service, request, *arguments)
+        self.id, self.created = f"cmpl-{request.id}", int(time.time())
+        self.include_usage = self._body.stream_options.include_usage
+        self.continuous_usage = self.continuous_usage and self.include_usage
+
+    def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
+        return Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt)
+
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
+        return CompletionChoice(piece.number, text, logprobs, piece.finish_reason, piece.seed, _is_exact(piece))
+
+    def event(self, piece: Piece, is_last: bool) -> bytes:
+        usage: Usage | None | UnsetType = None if self.include_usage else UNSET
+        if self.continuous_usage:
+            usage = self.usage
+        logprobs = None if piece.logprobs is None else self.logprobs(piece)
+        choice = ChunkChoice(piece.number, piece.text, logprobs, piece.finish_reason, piece.seed, _is_exact(piece))
+        if self._body.return_token_ids:
+            self._add_ids(choice, piece)
+        chunk = CompletionChunk(self.id, "text_completion", self.created, self.model, [choice], usage)
+        if is_last and piece.finish_reason is not None and all([it.is_finished for it in self.request.generations]):
+            chunk.chargpt = self.receipt
+        return _encode(chunk)
+
+    def end(self) -> bytes:
+        if not self.include_usage:
+            return b""
+        return _encode(CompletionChunk(self.id, "text_completion", self.created, self.model, [], self.usage))
+
+
+@functools.lru_cache(maxsize=8)
+def _id_names(count: int) -> list[str]:
+    """Return vLLM's names of ids."""
+    return [f"token_id:{id}" for id in range(count)]
+
+
+def _is_exact(piece: Piece) -> bool | UnsetType:
+    return UNSET if piece.is_exact is None else piece.is_exact
+
+
+def _values(piece: Piece) -> list[float | None]:
+    """Return the log-probability of each character."""
+    assert piece.logprobs is not None
+    unscored: list[float | None] = [None] * piece.num_unscored
+    return unscored + [round(value, 7) for value in floats(piece.logprobs.values)]
+
+
+def _size(piece: Piece) -> float:
+    """Return the size of a choice's JSON relative to the part that is encoded at a time."""
+    if piece.logprobs is None:
+        return len(piece.text) / MAX_CHARACTERS
+    return len(piece.text) * (1 + piece.logprobs.num_alternatives) / MAX_NUMBERS

@@ -1,0 +1,148 @@
+"""Routes that do not run the model: encoding, decoding, information, probes and metrics."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import msgspec
+
+from service import release
+from service.http.connection.pause import Pause
+from service.http.routes.attention import max_characters
+from service.http.routes.json_parts import HOLE, MAX_NUMBERS, filled, list_parts, sliced
+from service.http.routes.request import JSON, NO_STORE, Request
+from service.http.routes.service import Service
+from service.http.routes.stream import send_json
+from service.http.schema import answers as s
+from service.http.schema.requests import DetokenizeRequest, TokenizeRequest
+from service.http.text.encoding import Encoder, check_ids
+from service.http.text.model import Model
+from service.model.checkpoint import CONFIG_NAMES
+from service.model.tokenizer import UNKNOWN
+
+
+def published(training: dict[str, Any]) -> dict[str, Any]:
+    """Return the public part of training.json: names and hashes of files, without their paths on the trainer's disk."""
+
+    def without_paths(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without_paths(part) for name, part in value.items() if name not in ("command", "path")}
+        return [without_paths(part) for part in value] if isinstance(value, list) else value
+
+    published: dict[str, Any] = without_paths(training)
+    if isinstance(recipe := published.get("recipe"), dict):
+        for name in ("data", "init_from", "teachers"):
+            recipe.pop(name, None)
+    return published
+
+
+async def _respond(request: Request, content: msgspec.Struct, status: int = 200) -> None:
+    await request.respond(msgspec.json.encode(content), JSON | NO_STORE, status)
+
+
+async def tokenize(service: Service, request: Request) -> None:
+    """Encode a text."""
+    body, model = await service.read(TokenizeRequest, request)
+    encoder, text = Encoder(service.settings, model, body), body.prompt
+    count = await encoder.count(text, "prompt")
+    answer = s.TokenizeAnswer(count, service.settings.max_prompt_characters, HOLE, encoder.replaced, encoder.dropped)
+    # Encode again while writing, because the ids of a text take up to eight times its memory.
+    slices = (encoder.encode_part(text[i : i + MAX_NUMBERS]) for i in range(0, len(text), MAX_NUMBERS))
+    await send_json(request, filled(answer, list_parts(filter(None, slices))))
+
+
+async def detokenize(service: Service, request: Request) -> None:
+    """Decode ids."""
+    body, model = await service.read(DetokenizeRequest, request)
+    pause = Pause()
+    for some in sliced(body.tokens):
+        check_ids(model, some, "tokens")
+        await pause.if_due()
+    if model.vocab_size <= 257:  # Python shares these ids
+        request.lease.hold(sys.getsizeof(body.tokens))
+    texts = map(model.tokenizer.decode, sliced(body.tokens))  # decoded while they are written
+    parts = itertools.chain([b'"'], (msgspec.json.encode(text)[1:-1] for text in texts), [b'"'])
+    await send_json(request, filled(s.DetokenizeAnswer(HOLE), parts))
+
+
+async def tokenizer_info(service: Service, request: Request) -> None:
+    """Describe the tokenizer, as vLLM does."""
+    model = service.find(dict(request.query_fields).get("model"))
+    tokenizer = model.tokenizer
+    end = model.record_end_character
+    beginning = end or ("\n" if "\n" in tokenizer else None)
+    unknown = None if tokenizer.unknown_id is None else UNKNOWN
+    await _respond(request, s.TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, unknown, None))
+
+
+def _model_card(service: Service, model: Model) -> s.ModelCard:
+    return s.ModelCard(model.name, "model", model.created_at, "chargpt", service.settings.max_prompt_characters)
+
+
+async def models(service: Service, request: Request) -> None:
+    """List the served models, as OpenAI does; the default one comes first."""
+    models = sorted(service.models.values(), key=lambda model: model is not service.default_model)
+    await _respond(request, s.ModelList("list", [_model_card(service, model) for model in models]))
+
+
+async def model(service: Service, request: Request) -> None:
+    """Describe the served model, as OpenAI does."""
+    await _respond(request, _model_card(service, service.find(request.parameter)))
+
+
+async def info(service: Service, request: Request) -> None:
+    """Describe what is served: the checkpoint, its losses, limits, backend, devices and versions."""
+    settings, model = service.settings, service.find(dict(request.query_fields).get("model"))
+    await _respond(
+        request,
+        s.Info(
+            s.ServedModel(
+                model.name,
+                model.digest,
+                {name: getattr(model.checkpoint.config, name) for name in CONFIG_NAMES},
+                "".join(model.tokenizer.characters),
+                model.record_end is not None,
+                model.checkpoint.example_prompt,
+                published(model.checkpoint.training),
+            ),
+            list(service.models),
+            s.Limits(
+                **{name: getattr(settings, name) for name in s.Limits.__struct_fields__ if hasattr(settings, name)}
+                | {"max_running_requests": service.slots}
+                | {"max_attention_characters": max_characters(model) if settings.attention else 0}
+            ),
+            settings.unknown_characters,
+            service.backend,
+            service.dtype,
+            service.devices,
+            {name: release(name) for name in ("chargpt", "torch", "litserve")},
+        ),
+    )
+
+
+async def livez(service: Service, request: Request) -> None:
+    """Check that this HTTP process answers and the main process is responsive."""
+    if not service.state.is_responsive("main", 2 * service.settings.hang_seconds):
+        return await _respond(request, s.Status("main process hangs"), 503)
+    await _respond(request, s.Status("alive"))
+
+
+async def readyz(service: Service, request: Request) -> None:
+    """Check that requests are accepted: not at the start, without a worker, or during a shutdown."""
+    if service.state.is_in("leaving"):
+        is_draining = service.state.is_in("draining")
+        return await _respond(request, s.Status("draining" if is_draining else "shutting down"), 503)
+    if not service.is_ready:
+        return await _respond(request, s.Status("no worker"), 503)
+    await _respond(request, s.Status("ready"))
+
+
+async def prometheus(service: Service, request: Request) -> None:
+    """Metrics of all processes, in Prometheus' text format, or in OpenMetrics if Accept asks for it."""
+    if service.metrics is not None:
+        service.metrics.flush()
+    accept = (request.fields.get(b"accept") or b"").decode("latin-1")
+    text, content_type = await service.exposition.page(accept)
+    await request.respond(text, {"content-type": content_type, **NO_STORE})

@@ -1,0 +1,228 @@
+"""State that all requests of an HTTP process share: models, settings, limits, metrics, and the engine client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from service.catalog import Listing
+from service.http.connection.errors import ApiError, invalid
+from service.http.limits.clients import ClientLimits
+from service.http.limits.memory import PROMPT_BYTES, Ledger, estimate, size_of, too_much
+from service.http.routes.request import Request
+from service.http.schema.answers import Receipt, Timing
+from service.http.schema.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, parse, read
+from service.http.schema.requests import ModelRequest
+from service.http.text.encoding import Encoder
+from service.http.text.model import Model
+from service.http.text.patterns import PatternThread
+from service.http.workers.client import EngineClient
+from service.http.workers.sequences import Generation
+from service.model.checkpoint import Checkpoint
+from service.observe.exposition import Exposition
+from service.observe.metrics import Metrics
+from service.settings import Settings
+from service.shared import SharedState, SharedTable
+from service.wire import Submit
+
+if TYPE_CHECKING:
+    from service.http.routes.attention_thread import AttentionThread
+
+
+SMALL_BODY_BYTES = 1 << 12  # fields of a smaller body are not reserved unless the request waits
+
+
+class Service:
+    """Served models and settings for the routes. In an HTTP process it also has the connected client."""
+
+    client: EngineClient  # process.py sets these three in an HTTP process
+    metrics: Metrics | None = None
+    attention: AttentionThread
+
+    def __init__(
+        self,
+        settings: Settings,
+        listing: Listing,
+        checkpoints: Mapping[int, Checkpoint],
+        state: SharedState,
+        table: SharedTable,
+        *,
+        backend: str,
+        dtype: str,
+        slots: int,
+        devices: list[str],
+    ):
+        self.settings = settings
+        # The resolved `auto` settings, the slots per worker, and the device of each worker.
+        self.backend, self.dtype, self.slots, self.devices = backend, dtype, slots, devices
+        self.state = state
+        self.random = Random()  # source of ids, and of seeds for requests without one
+        self._patterns = PatternThread()
+        self.models: dict[str, Model] = {}  # by name
+        self.serve(listing, checkpoints)
+        self.bodies = BodyReader(settings)
+        self.limits = ClientLimits(settings, table)
+        self.ledger = Ledger(settings, self.limits, state)
+        self.exposition = Exposition(
+            settings.model_name,
+            lambda: {name: model.checkpoint for name, model in self.models.items()},
+            lambda: self.listing.rows,
+            engine={"backend": backend, "dtype": dtype}, state=state, hang_seconds=settings.hang_seconds,
+        )  # fmt: skip
+
+    @property
+    def is_ready(self) -> bool:
+        return self.metrics is not None and self.client.is_ready
+
+    def serve(self, listing: Listing, checkpoints: Mapping[int, Checkpoint]) -> None:
+        """Serve the listing's models to new requests. `checkpoints` has the models that were not served before."""
+        known = {model.id: model for model in self.models.values()}
+        for version in listing.serve:
+            if version.id not in known:
+                row, limit = listing.rows[version.name], self.settings.max_regex_characters
+                model = Model(version, checkpoints[version.id], row, limit, self._patterns)
+                known[version.id] = model
+        self.listing, self.models = listing, {version.name: known[version.id] for version in listing.serve}
+        if self.metrics is not None:
+            self.client.num_models = len(self.models)
+            for model in self.models.values():
+                model.metrics = self.metrics.of(model.name)
+
+    def connect(self, client: EngineClient, metrics: Metrics) -> None:
+        """The HTTP process has started."""
+        self.client, self.metrics = client, metrics
+        self.ledger.metrics, self.ledger.process_id = metrics, client.consumer_id
+        self.serve(self.listing, {})
+
+    @property
+    def default_model(self) -> Model:
+        """The model for documents: the default of requests without a name, or else the first."""
+        return self.models.get(self.settings.model_name) or next(iter(self.models.values()))
+
+    def find(self, name: str | None) -> Model:
+        """Return the named model. Without a name, return the only model, or the default.
+
+        Raises ApiError: 404, the model is not served; 400, the name is missing, and there are several models but no
+        default.
+        """
+        models = self.models
+        if name is None:
+            model = next(iter(models.values())) if len(models) == 1 else models.get(self.settings.model_name)
+            if model is None:
+                raise invalid("model", f"must be one of {', '.join(models)}")
+            return model
+        if name not in models:
+            served = ", ".join(map(repr, models))
+            verb = "model is" if len(models) == 1 else "models are"
+            message = f"model {name!r} is not served here; the served {verb} {served}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return models[name]
+
+    async def read(
+        self, kind: type[AnyRequest], request: Request, query: dict[str, Any] | None = None
+    ) -> tuple[AnyRequest, Model]:
+        """Parse a JSON body or the fields of a query, and return them with the model.
+
+        The memory reserved for the body is replaced by that of its fields. Large bodies are parsed one after the other,
+        because parsing takes up to 20 times the body's size on top.
+
+        Raises ApiError: 400, a field is invalid, or unknown and refused; otherwise as `hold` and `find`.
+        """
+        body: AnyRequest
+        if query is not None:
+            body = parse(kind, query, is_query=True)
+        elif request.num_body_bytes <= LARGE_BODY_BYTES:
+            body = read(kind, request.body)
+        else:
+            content, request.content = request.body, bytearray()  # keep one copy while it waits
+            body = await self.bodies.read(kind, content, request.client)
+        request.content = bytearray()
+        if request.num_body_bytes > SMALL_BODY_BYTES:
+            self.hold(request, body)
+        request.ignored_fields = body.ignored_fields
+        if body.ignored_fields and (self.settings.strict_fields if body.strict is None else body.strict):
+            name, known = body.ignored_fields[0], ", ".join(type(body).model_fields)
+            reason = "the server's setting strict_fields" if body.strict is None else "strict"
+            shown = "" if "." in name else f"; known fields are {known}"
+            raise invalid(name, f"unknown field, refused because of {reason}{shown}", "unknown_field")
+        if body.timeout_seconds is not None:
+            request.timeout_seconds = body.timeout_seconds
+            request.limit_time(self.timeout(body.timeout_seconds))
+        model = self.find(body.model)
+        request.lease.use(model)
+        request.lease.cache_salt = body.cache_salt or ""
+        return body, model
+
+    def hold(self, request: Request, body: Any, num_ids: int = 0) -> None:
+        """Reserve the memory of a body's fields, and of `num_ids` ids, before its texts are encoded.
+
+        Raises ApiError: 400, it exceeds the limit of a request; otherwise as Lease.hold.
+        """
+        longest, limit = max(self.settings.max_prompts, self.settings.max_score_texts), self.settings.max_request_bytes
+        fields = (
+            tuple(vars(body).values()) if isinstance(body, ModelRequest) else (body.prompt, body.stop)
+        )  # of a PlainRequest
+        size = size_of(fields, request.num_body_bytes, longest) + PROMPT_BYTES * num_ids
+        if size > limit:
+            message = f"the texts and ids of the request need {size} bytes of memory, {limit} are allowed: shorten them"
+            raise ApiError(400, message)
+        request.lease.hold(size)
+
+    def receipt(self, encoder: Encoder, timing: Timing, seeds: Iterable[int] = ()) -> Receipt:
+        """Describe how an answer was made."""
+        return Receipt(
+            encoder.model.digest, self.backend, self.dtype, list(seeds), timing, encoder.replaced, encoder.dropped
+        )
+
+    def timeout(self, seconds: float | None) -> float:
+        longest = self.settings.request_timeout_seconds
+        return longest if seconds is None else min(seconds, longest)
+
+    def timeout_name(self, request: Request) -> str:
+        own = request.timeout_seconds
+        is_own = own is not None and own <= self.settings.request_timeout_seconds
+        return "its timeout_seconds" if is_own else "the server's --request-timeout-seconds"
+
+    def admit(self, request: Request, submits: list[Submit], **options: Any) -> None:
+        """Reserve everything that a request of these sequences may need. `options` are those of `estimate`.
+
+        Raises ApiError: 400, it exceeds the limit of a request; otherwise as Lease.take.
+        """
+        lease = request.lease
+        assert lease.model is not None
+        needed = estimate(submits, lease.model.receptive_field, lease.model.vocab_size, **options)
+        total, limit = sum(needed), self.settings.max_request_bytes
+        if total > limit:
+            raise too_much(needed, len(submits), limit)
+        lease.take(total, _num_characters(submits) if self.limits.has_any else 0, len(submits))
+
+    def start(self, request: Request, submits: list[Submit], *, is_charged: bool = False, **options: Any) -> Generation:
+        """Run sequences of an admitted request. `options` are those of EngineClient.start.
+
+        is_charged: the sequences are charged already, together with earlier ones of the request.
+
+        Raises ApiError: 503, no worker is connected.
+        """
+        lease = request.lease
+        model, client, is_accepted = lease.model, lease.client, bool(request.generations)
+        assert model is not None
+        weight = self.limits.of(client).weight
+        # Without keys all callers are trusted alike, and an address is no identity. A client's name has no space.
+        owner = "" if self.settings.api_keys_file is None else client
+        group = f"{owner} {lease.cache_salt}"
+        for submit in submits:
+            submit.request_id, submit.client, submit.weight, submit.reuse_group = request.id, client, weight, group
+        if is_accepted and not is_charged:  # follow-up sequences of an accepted request are accepted too
+            lease.charge(_num_characters(submits), len(submits), must_wait=False)
+        generation = self.client.start(model, submits, request.arrived_at, is_accepted=is_accepted, **options)
+        generation.timeout_name = self.timeout_name(request)
+        request.generations.append(generation)
+        if request.client_left:
+            generation.abort()
+        return generation
+
+
+def _num_characters(submits: list[Submit]) -> int:
+    """Return the characters that count in the client's limit."""
+    return sum([len(it.prompt) + (it.max_tokens if it.draw is None else it.draw.max_characters) for it in submits])

@@ -1,0 +1,378 @@
+"""The bodies of answers, which /docs shows. They are msgspec structs, which encode in under a microsecond.
+
+The bodies of requests are in requests.py, errors in errors.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+UnknownCharacters = Literal["refuse", "replace", "drop"]
+
+
+def about(description: str, *examples: str) -> Meta:
+    return Meta(description=description, examples=[*examples] or None)
+
+
+FinishReason = Annotated[
+    Literal["stop", "length"],
+    about("stop: at a stop, or where the pattern ends or no longer match fits; length: at max_tokens"),
+]
+StreamedFinishReason = Annotated[Literal["stop", "length"] | None, about("as in a whole answer; null: more is to come")]
+Index = Annotated[int, about("prompt number × n + answer number")]
+ChoiceSeed = Annotated[
+    int,
+    about("this prompt alone with this `seed` gives the same text again (with `suffix`, before it was cut)"),
+]
+RequestId = Annotated[str, about("the request's id")]
+
+
+class Usage(msgspec.Struct, gc=False):
+    """Numbers of characters, because a token is a character. `completion_tokens` includes all `best_of` candidates."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int = 0) -> Usage:
+        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
+
+class Timing(msgspec.Struct, gc=False):
+    """Durations. With several sequences, each is the longest one, and the time per character is the mean."""
+
+    queue_seconds: Annotated[float, about("from the request's arrival to a cache slot")]
+    prefill_seconds: Annotated[float, about("from the cache slot until the prompt has run")]
+    decode_seconds: Annotated[float, about("from the end of the prompt to the last character")]
+    seconds_per_character: Annotated[
+        float | None, about("decode time per character after the first; null: no such character")
+    ]
+
+
+class Exact(msgspec.Struct):
+    """The cost of exact answers, over all prompts."""
+
+    candidates: Annotated[int, about("candidates sampled, up to the last answer")]
+    matches: Annotated[int, about("candidates that are answers")]
+    acceptance: Annotated[float, about("matches / candidates")]
+    characters: Annotated[int, about("characters of these candidates, up to the drop of each")]
+
+
+class Receipt(msgspec.Struct):
+    """The data that reproduce this answer, and its durations."""
+
+    checkpoint_sha256: Annotated[str, about("of the checkpoint's manifest; also in /info")]
+    backend: Annotated[str, about("backend that ran the model", "native")]
+    dtype: Annotated[
+        str, about("number format of the model: only float64 gives the same text on every machine", "float32")
+    ]
+    seeds: Annotated[list[int], about("one seed per prompt; empty if nothing is sampled")]
+    timing: Timing
+    replaced_characters: Annotated[int, about("unknown characters of the request that were replaced")]
+    dropped_characters: Annotated[int, about("unknown characters of the request that were dropped")]
+    exact: Annotated[Exact | UnsetType, about("with `exact`")] = UNSET
+
+
+class TokenLogprobs(msgspec.Struct):
+    """Log-probabilities in nats under the unmodified model, as in OpenAI's API."""
+
+    tokens: Annotated[list[str], about("the characters")]
+    token_logprobs: Annotated[list[float | None], about("null: the first character of a document")]
+    top_logprobs: Annotated[list[dict[str, float] | None], about("the likeliest characters, and the one in the text")]
+    text_offset: Annotated[list[int], about("of each character in the choice's text")]
+
+
+class PromptLogprob(msgspec.Struct):
+    """A character at a position of the prompt, as vLLM reports it."""
+
+    logprob: float
+    rank: Annotated[int, about("rank in the whole vocabulary: 1 is the likeliest")]
+    decoded_token: Annotated[str, about("the character")]
+
+
+TokenIds = Annotated[list[int] | UnsetType, about("of the text, without an echoed prompt; with return_token_ids")]
+PromptTokenIds = Annotated[
+    list[int] | UnsetType, about("of the prompt, in the first event of a choice; with return_token_ids")
+]
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None] | UnsetType,
+    about("by id, of each character of the prompt; null: the first of a document. With prompt_logprobs"),
+]
+
+
+IsExact = Annotated[bool | UnsetType, about("with `exact`: false if the mask gave this answer")]
+
+
+class GenerateChoice(msgspec.Struct):
+    """One text."""
+
+    index: Index
+    text: str
+    finish_reason: FinishReason
+    seed: ChoiceSeed
+    logprobs: Annotated[TokenLogprobs | UnsetType, about("if requested")] = UNSET
+    exact: IsExact = UNSET
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: PromptTokenIds = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
+
+
+class GenerateAnswer(msgspec.Struct):
+    """Whole answer of POST /generate."""
+
+    id: RequestId
+    model: str
+    choices: list[GenerateChoice]
+    usage: Usage
+    chargpt: Receipt
+
+
+class GenerateEvent(msgspec.Struct):
+    """Event of a stream of /generate: new characters of one choice."""
+
+    index: Index
+    text: str
+    finish_reason: StreamedFinishReason
+    seed: ChoiceSeed
+    logprobs: Annotated[TokenLogprobs | UnsetType, about("of these characters, if requested")] = UNSET
+    exact: IsExact = UNSET
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: PromptTokenIds = UNSET
+    usage: Annotated[Usage | UnsetType, about("so far, with continuous_usage_stats")] = UNSET
+
+
+class GenerateEnd(msgspec.Struct):
+    """Last event of a stream of /generate before `[DONE]`."""
+
+    id: RequestId
+    model: str
+    usage: Usage
+    chargpt: Receipt
+
+
+class ChunkChoice(msgspec.Struct):
+    """New characters of one choice."""
+
+    index: Index
+    text: str
+    logprobs: TokenLogprobs | None
+    finish_reason: StreamedFinishReason
+    seed: ChoiceSeed
+    exact: IsExact = UNSET
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: PromptTokenIds = UNSET
+
+
+class CompletionChoice(ChunkChoice):
+    """One text, as in OpenAI's API; `seed` is added."""
+
+    finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs = UNSET
+
+
+class Completion(msgspec.Struct):
+    """Whole answer of POST /v1/completions, as in OpenAI's API; `chargpt` is added."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Annotated[int, about("Unix time in seconds")]
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    chargpt: Receipt
+
+
+class CompletionChunk(msgspec.Struct):
+    """Event of a stream of /v1/completions, as in OpenAI's API."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Annotated[int, about("Unix time in seconds")]
+    model: str
+    choices: Annotated[list[ChunkChoice], about("one, or none in the final usage chunk")]
+    usage: Annotated[Usage | None | UnsetType, about("with include_usage, null until the final chunk")] = UNSET
+    chargpt: Annotated[Receipt | UnsetType, about("with the last choice to end")] = UNSET
+
+
+class Score(msgspec.Struct):
+    """The likelihood of one text. Nats are negative log-likelihoods: fewer nats mean a likelier text."""
+
+    index: int
+    characters: Annotated[int, about("characters scored")]
+    nats: float
+    nats_per_character: Annotated[float | None, about("null if nothing was scored, like the next two")]
+    bits_per_character: float | None
+    perplexity: Annotated[float | None, about("per character: e to the nats per character")]
+    unknown_characters: Annotated[
+        int | UnsetType,
+        about("of the text; absent if they are refused and the vocabulary has no unknown symbol"),
+    ] = UNSET
+    rank: Annotated[int | UnsetType, about("among continuations: 1 is the likeliest")] = UNSET
+    character_nats: Annotated[list[float | None] | UnsetType, about("null: the first character of a document")] = UNSET
+
+
+class ScoreAnswer(msgspec.Struct):
+    """Answer of POST /v1/score."""
+
+    id: RequestId
+    model: str
+    object: Literal["list"]
+    data: list[Score]
+    usage: Usage
+    chargpt: Annotated[Receipt | UnsetType, about("absent if there was nothing to score")] = UNSET
+
+
+class NextCharacter(msgspec.Struct):
+    """A possible next character."""
+
+    character: str
+    id: int
+    probability: float
+    logprob: float
+
+
+class Next(msgspec.Struct):
+    """The distribution of the character after one prompt."""
+
+    index: int
+    entropy_nats: float
+    entropy_bits: float
+    distribution: Annotated[list[NextCharacter], about("the whole vocabulary, likeliest first")]
+
+
+class NextAnswer(msgspec.Struct):
+    """Answer of POST /v1/next."""
+
+    id: RequestId
+    model: str
+    object: Literal["list"]
+    data: list[Next]
+    usage: Usage
+    chargpt: Receipt
+
+
+class HeadAttention(msgspec.Struct):
+    """One head's attention over a text."""
+
+    layer: int
+    head: int
+    weights: Annotated[list[list[float]], about("row t: weights of the characters 0 to t, which sum to 1")]
+    scores: Annotated[
+        list[list[float]] | UnsetType,
+        about("query t · key j in row t, column j, before scale and mask; if requested"),
+    ] = UNSET
+    values: Annotated[list[list[float]] | UnsetType, about("the value vector of each character; if requested")] = UNSET
+
+
+class AttentionAnswer(msgspec.Struct):
+    """Answer of POST /v1/attention, computed in float64."""
+
+    id: RequestId
+    model: str
+    checkpoint_sha256: str
+    text: Annotated[str, about("the text as read, with unknown characters replaced or dropped")]
+    n_layer: int
+    n_head: int
+    scale: Annotated[float, about("factor of the scores before the softmax: 1 / √head_dim")]
+    data: list[HeadAttention]
+    replaced_characters: int
+    dropped_characters: int
+
+
+class TokenizeAnswer(msgspec.Struct):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: Annotated[int, about("longest prompt accepted")]
+    tokens: list[int]
+    replaced_characters: int
+    dropped_characters: int
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct):
+    """Answer of GET /tokenizer_info, as in vLLM's API; lm-evaluation-harness reads it."""
+
+    tokenizer_class: Literal["CharTokenizer"]
+    vocab_size: int
+    bos_token: Annotated[str | None, about("the meaning of an empty prompt: a line break, or the end of a record")]
+    eos_token: Annotated[str | None, about("the end of a record: a line break, or U+001E after several lines")]
+    unk_token: Annotated[str | None, about("the unknown symbol, U+FFFD, if the vocabulary has no rare characters")]
+    pad_token: None
+
+
+class ModelCard(msgspec.Struct):
+    """The served model, as in OpenAI's API."""
+
+    id: str
+    object: Literal["model"]
+    created: Annotated[int, about("when the service started, Unix time in seconds")]
+    owned_by: str
+    max_model_len: Annotated[int, about("longest prompt accepted")]
+
+
+class ModelList(msgspec.Struct):
+    """Answer of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ServedModel(msgspec.Struct):
+    """The checkpoint."""
+
+    name: str
+    checkpoint_sha256: str
+    config: Annotated[dict[str, Any], about("hyperparameters of the network")]
+    vocabulary: Annotated[str, about("every character; its index is its id")]
+    records: Annotated[bool, about("true: trained on records; a prompt begins a record, and the model ends it")]
+    example_prompt: Annotated[str, about("a text to begin with; empty for records")]
+    training: Annotated[dict[str, Any], about("training.json without paths: recipe, data and losses")]
+
+
+class Limits(msgspec.Struct):
+    """Settings that limit requests."""
+
+    max_prompts: int
+    max_prompt_characters: int
+    max_tokens: int
+    max_score_texts: int
+    max_candidates: int
+    max_candidate_characters: int
+    max_regex_characters: int
+    max_body_bytes: int
+    max_request_bytes: int
+    max_running_requests: int
+    max_queued_requests: int
+    request_timeout_seconds: float
+    max_attention_characters: Annotated[
+        int, about("maximum length of a text for /v1/attention and this model; 0: not available")
+    ]
+
+
+class Info(msgspec.Struct):
+    """Answer of GET /info."""
+
+    model: Annotated[ServedModel, about("the model that the query names (?model=NAME), or the default")]
+    models: Annotated[list[str], about("names of all served models")]
+    limits: Limits
+    unknown_characters: UnknownCharacters
+    backend: str
+    dtype: str
+    devices: list[str]
+    versions: dict[str, str]
+
+
+class Status(msgspec.Struct):
+    """Answer of a probe."""
+
+    status: Literal["alive", "main process hangs", "ready", "shutting down", "draining", "no worker"]

@@ -1,0 +1,1 @@
+"""What a request in text means: encoding, patterns, conditions."""

@@ -1,0 +1,1 @@
+"""The HTTP side of the inference processes: sends sequences to them, and receives their text."""

@@ -1,0 +1,431 @@
+"""The HTTP process's side of the engine: sends sequences to workers, and passes results to their Generation.
+
+This module knows nothing about routes, and writes nothing to clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from service.http.connection.errors import ApiError
+from service.http.text.model import Model
+from service.http.workers.sequences import HOMELESS, TICK_SECONDS, Generation, SequenceState
+from service.observe.metrics import Metrics
+from service.shared import SharedState
+from service.sockets import HttpSide, WorkerEvent, WorkerFound, WorkerLost
+from service.wire import Abort, Delta, FinishReason, Refused, Step, Submit, sequence_id
+from service.words import plural
+
+logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 5.0  # grace period after the deadline of a sequence without news
+CONNECT_SECONDS = 5.0  # longest wait of a starting HTTP process for a first worker
+MAX_RUNS = 2  # runs of a sequence whose workers are lost: it may be the cause
+REFUSING_SECONDS = 0.25  # time after a refusal during which the client's other sequences are refused at once
+REPLACING_SECONDS = 2.0  # time after a lost worker during which new requests wait for another one
+
+
+def _queue_full(refused: Refused) -> ApiError:
+    return ApiError(429, refused.message, code="queue_full", retry_after_seconds=refused.retry_after_seconds)
+
+
+def _not_ready() -> ApiError:
+    return ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
+
+
+@dataclass
+class Full:
+    """A worker has refused a client's sequence. It accepts only as many as have ended since."""
+
+    refused: Refused
+    until: float  # time.monotonic()
+    num_ended: int = 0
+
+
+class EngineClient:
+    """Connects to every worker, and sends each sequence to the worker with the fewest sequences.
+
+    hang_seconds: a worker without a heartbeat for this long is not ready.
+    capacity: sequences of one client that an idle worker accepts for each model.
+    patience: the longest wait in a queue that workers accept. A refused sequence with a shorter time limit, or one of
+    several sequences, says nothing about its client's other requests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        consumer_id: int,
+        metrics: Metrics,
+        state: SharedState,
+        hang_seconds: float = math.inf,
+        capacity: int = 2**31,
+        patience: float = 0.0,
+    ):
+        self.metrics = metrics
+        self.state, self.consumer_id = state, consumer_id
+        self._hang_seconds, self._capacity, self._patience = hang_seconds, capacity, patience
+        self._full: dict[str, Full] = {}  # by client
+        self.num_models = 1
+        self._lost_at = -math.inf  # time of the latest loss of a worker
+        self.loop = asyncio.get_running_loop()
+        self._sockets = HttpSide(folder, len(state.worker_names), consumer_id, self._received)
+        # Differs from the ids of an earlier process, whose deltas may still arrive.
+        self._numbers = itertools.count(int(time.time()) << 16)
+        self._running: dict[int, tuple[Generation, SequenceState]] = {}  # by sequence id
+        self._turns = itertools.count()
+        self._open: dict[Generation, float] = {}  # -> when the rest of it is given up
+        self._homeless: dict[int, float] = {}  # ids of sequences that wait for a worker -> the end of the wait
+        self._sleeping: dict[Generation, None] = {}  # streams with text that is not due yet
+        self._clock: asyncio.TimerHandle | None = None  # wakes them, at `_tick_at`
+        self._tick_at = math.inf
+        self._due: dict[Generation, None] = {}  # may continue when all arrived deltas are taken in
+        self._is_receiving = False
+
+    @property
+    def is_ready(self) -> bool:
+        return any(map(self._is_responsive, self._sockets.connected_workers))
+
+    def _is_responsive(self, worker: int) -> bool:
+        return self.state.is_responsive(self.state.worker_names[worker], self._hang_seconds)
+
+    def refuse_if_full(self, client: str) -> None:
+        """Refuse requests of a flood early, without asking a worker that would refuse them.
+
+        Raises ApiError: 429, a worker has just refused a sequence of this client, and fewer sequences have ended since
+        than requests have arrived.
+        """
+        full = self._full.get(client)
+        if full is None or self.num_models > 1 or time.monotonic() >= full.until:
+            return
+        if not full.num_ended:
+            self.metrics.request_rejected("queue_full")
+            raise _queue_full(full.refused)
+        full.num_ended -= 1
+
+    def start(
+        self,
+        model: Model,
+        submits: list[Submit],
+        arrived_at: float,
+        *,
+        echo: list[str] | None = None,
+        interval: float | None = None,
+        window: int | None = None,
+        is_accepted: bool = False,
+    ) -> Generation:
+        """Run sequences, at most `window` of them at once. Sets their ids.
+
+        echo: the text of each prompt, if the answer begins with it.
+        is_accepted: the request has run other sequences before.
+
+        Raises ApiError: 503, no worker is connected.
+        """
+        # A worker without a heartbeat gets requests too: it continues after a pause, or is replaced.
+        is_connected = bool(self._sockets.connected_workers)
+        if not is_connected and not is_accepted and not self._is_replacing(len(submits)):
+            model.metrics.request_rejected("not_ready", len(submits))
+            raise _not_ready()
+        self.count(model, "submitted", len(submits))
+        for submit in submits:
+            submit.model = model.id
+        generation = Generation(self, model, submits, arrived_at, echo, interval)
+        self._open[generation] = generation.deadline + LATE_SECONDS
+        for _ in submits[:window]:
+            self._submit_next(generation, is_accepted)
+        return generation
+
+    def _is_replacing(self, count: int) -> bool:
+        """True if no worker is left but one was just lost, so a replacement may be ready soon."""
+        is_lost = time.monotonic() < self._lost_at + REPLACING_SECONDS
+        return is_lost and len(self._running) + count <= self._capacity
+
+    def _submit_next(self, generation: Generation, must_run: bool) -> None:
+        sequence = generation.pending.popleft()
+        sequence.submit.must_run = must_run
+        sequence.submit.id = sequence_id(self.consumer_id, next(self._numbers))
+        self._running[sequence.submit.id] = (generation, sequence)
+        generation.open.add(sequence.submit.id)
+        self._send(generation, sequence)
+
+    def _send(self, generation: Generation, sequence: SequenceState) -> None:
+        """Send a sequence to a worker, or keep it until one is connected."""
+        workers = self._sockets.connected_workers
+        if not workers:
+            until = generation.deadline
+            if not sequence.submit.must_run:
+                until = min(until, self._lost_at + REPLACING_SECONDS)
+            self._homeless[sequence.submit.id] = until
+            return
+        if self._homeless:
+            self._homeless.pop(sequence.submit.id, None)
+        if len(workers) > 1:
+            first = next(self._turns)  # equal workers take turns
+            workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
+            workers.sort(key=lambda w: (not self._is_responsive(w), self.state.load(w)))
+        sequence.worker = workers[0]
+        self.state.assign(self.consumer_id, sequence.worker, 1)
+        sequence.runs += 1
+        submit = sequence.submit
+        submit.timeout_seconds = max(0.0, generation.deadline - time.monotonic())
+        if len(submit.prompt) > generation.model.receptive_field:
+            submit = self._shortened(generation, submit)
+        self._sockets.send(submit, sequence.worker)
+
+    def sweep(self, now: float) -> None:
+        """End sequences that have waited too long. Call this at least ten times a second."""
+        for id in [id for id, until in self._homeless.items() if until <= now]:
+            self._homeless.pop(id, None)
+            if id not in self._running:  # it was refused with an earlier one
+                continue
+            generation, sequence = self._running[id]
+            if now >= generation.deadline:
+                self._received_delta(Delta(id, [], "timeout"), now)
+            elif not sequence.submit.must_run:
+                self._refuse(id, "not_ready", _not_ready())
+        for generation in [it for it, until in self._open.items() if until <= now]:
+            self.abort(generation, "timeout")
+        for client in [it for it, full in self._full.items() if full.until <= now]:
+            del self._full[client]
+
+    def _refuse(self, id: int, reason: str, error: ApiError) -> None:
+        """Refuse a sequence and the others of its request that have not begun. Abort those that have."""
+        generation, _ = self._running[id]
+        count = len(generation.pending)
+        generation.pending.clear()
+        for it in list(generation.open):
+            sequence = self._running[it][1]
+            if it == id or not (sequence.is_begun or sequence.submit.must_run):
+                if it != id and sequence.worker != HOMELESS:
+                    self._sockets.send(Abort(it), sequence.worker)
+                self._end(it)
+                count += 1
+        self.count(generation.model, "refused", count)
+        generation.model.metrics.request_rejected(reason, count)
+        generation.fail(error)
+
+    def _leave(self, sequence: SequenceState) -> None:
+        """Take a sequence out of its worker's count."""
+        if sequence.worker != HOMELESS:
+            self.state.assign(self.consumer_id, sequence.worker, -1)
+            sequence.worker = HOMELESS
+
+    def _run_again(self, generation: Generation, sequence: SequenceState) -> None:
+        """Run a sequence that lost its worker again, at most MAX_RUNS times."""
+        id = sequence.submit.id
+        if id not in self._running or sequence.worker != HOMELESS:  # it has ended, or has a worker
+            return
+        if sequence.is_leaving:
+            self._received_delta(Delta(id, [], "abort", num_unseen=sequence.num_unseen), time.monotonic())
+            return
+        if sequence.runs == MAX_RUNS:
+            message = f"the inference processes that ran this request ended, {MAX_RUNS} in a row"
+            sequence.error = ApiError(503, message, code="worker_lost", retry_after_seconds=1)
+            self._received_delta(Delta(id, [], "error"), time.monotonic())
+            return
+        sequence.submit.must_run = True
+        sequence.begin_again()
+        self._send(generation, sequence)
+
+    def _diverged(self, sequence: SequenceState) -> None:
+        """End a sequence whose new text differs from the text that was already sent."""
+        message = "the inference process ended, and its replacement did not repeat the text"
+        sequence.error = ApiError(500, message, code="worker_lost")
+        self._sockets.send(Abort(sequence.submit.id), sequence.worker)
+        self._received_delta(Delta(sequence.submit.id, [], "error"), time.monotonic())
+
+    def _shortened(self, generation: Generation, submit: Submit) -> Submit:
+        """Cut off the beginning of a prompt that no needed logit depends on. Penalties still need its ids."""
+        first_needed = submit.score_from or len(submit.prompt)  # the first id whose logits are needed
+        start = first_needed - generation.model.receptive_field
+        if start <= 0:
+            return submit
+        seen: list[int] = []
+        if submit.sampling.needs_history:
+            key = (id(submit.prompt), start)  # of `n` sequences with the same prompt
+            seen = generation.seen.get(key) or generation.seen.setdefault(key, sorted(set(submit.prompt[:start])))
+        score_from = None if submit.score_from is None else submit.score_from - start
+        return msgspec.structs.replace(submit, prompt=submit.prompt[start:], seen=seen, score_from=score_from)
+
+    def abort(self, generation: Generation, reason: FinishReason) -> None:
+        """End all sequences of a generation, submitted or not.
+
+        A draw ends when its worker reports how many characters its candidates ran, because these are charged.
+        """
+        now = time.monotonic()
+        while generation.pending:
+            sequence = generation.pending.pop()
+            generation.receive(sequence, Delta(sequence.submit.id, [], reason), now)
+        for id in list(generation.open):
+            sequence = self._running[id][1]
+            delta, draw = Delta(id, [], reason), sequence.submit.draw
+            if sequence.worker != HOMELESS:
+                if not sequence.is_leaving:
+                    self._sockets.send(Abort(id), sequence.worker)
+                if not sequence.is_begun:  # it may have run, and would otherwise not be charged
+                    delta.num_unseen = len(sequence.submit.prompt)
+                elif draw is not None:  # the maximum, until its worker reports the characters
+                    most = max(0, draw.max_characters - sequence.num_completion_tokens)
+                    sequence.num_unseen = delta.num_unseen = most
+                    if reason == "abort" and sequence.runs == 1:  # another worker may not have begun it
+                        sequence.is_leaving = True
+                        continue
+            self._received_delta(delta, now)
+        if not generation.open:
+            self._open.pop(generation, None)
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Stay connected to the workers. The block begins when one of them answers.
+
+        Workers are loaded before HTTP processes start. If none answers within CONNECT_SECONDS, requests get 503.
+        """
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    while not self.is_ready:
+                        await asyncio.sleep(0.005)
+            yield
+        finally:
+            await self._sockets.close()
+
+    def _received(self, worker: int, message: WorkerEvent) -> None:
+        self._is_receiving, now = True, time.monotonic()
+        try:
+            match message:
+                case Step():
+                    model = next((self._running[id][0].model for id in message.sequences if id in self._running), None)
+                    if model is not None:  # the one of all its sequences
+                        self._received_ids(message, model, now)
+                    for delta in message.deltas:
+                        self._received_delta(delta, now)
+                case Refused(id) if id in self._running:
+                    generation, sequence = self._running[id]
+                    self._refuse(id, "queue_full", _queue_full(message))
+                    if len(generation.sequences) == 1 and generation.timeout_seconds >= self._patience:
+                        self._full[sequence.submit.client] = Full(message, now + REFUSING_SECONDS)
+                case WorkerFound():
+                    for generation, sequence in list(self._running.values()):
+                        self._run_again(generation, sequence)
+                case WorkerLost():
+                    lost = [entry for entry in self._running.values() if entry[1].worker == worker]
+                    self._lost_at = now
+                    for generation, sequence in lost:
+                        self._leave(sequence)
+                        self._run_again(generation, sequence)
+                    if lost:
+                        what = plural(len(lost), "sequence")
+                        logger.error("lost worker %d; running %s of it again", worker, what)
+        finally:
+            self._is_receiving = False
+            self._resume()
+
+    def _received_ids(self, step: Step, model: Model, now: float) -> None:
+        text = model.tokenizer.decode_array(np.frombuffer(step.ids, np.uint32))  # of all sequences
+        total, end = 0, 0
+        # Most sequences have the same time of their last characters and the same number of new ones.
+        gaps: dict[tuple[float, int], int] = {}  # -> characters
+        for id, count in zip(step.sequences, step.counts, strict=True):
+            start, end = end, end + count
+            running = self._running.get(id)
+            if running is None:  # aborted here, with frames in flight
+                continue
+            generation, sequence = running
+            if sequence.replay_left:
+                skipped = sequence.skip_text(text[start:end])
+                if sequence.has_diverged:
+                    self._diverged(sequence)
+                start, count = start + skipped, count - skipped
+                if not count or sequence.finish_reason is not None:
+                    continue
+            total += count
+            gap = (now, count - 1) if sequence.last_at is None else (sequence.last_at, count)
+            gaps[gap] = gaps.get(gap, 0) + gap[1]
+            generation.add(sequence, text[start:end], now)
+            if generation.is_stream and generation not in self._sleeping:  # sleeping streams have their time already
+                generation.wake_when_due(now)
+        if total:
+            model.metrics.generation_tokens.inc(total)
+        for (last_at, count), characters in gaps.items():
+            if count:  # characters that arrive together share the time since the last ones
+                model.metrics.inter_token_latency.observe((now - last_at) / count, characters)
+
+    def count(self, model: Model, what: str, number: int = 1) -> None:
+        """Count sequences in shared memory."""
+        self.state.count(self.consumer_id, model.row, what, number)
+
+    def wake(self, generation: Generation) -> None:
+        """Wake a generation soon, not now, because the caller may be in the middle of others."""
+        if not (self._due or self._is_receiving):
+            self.loop.call_soon(self._resume)
+        self._due[generation] = None
+
+    def _resume(self) -> None:
+        due, self._due = self._due, {}
+        for generation in due:
+            try:
+                generation.come()
+            except Exception:  # concerns only one request
+                logger.exception("a request could not continue")
+
+    def wake_later(self, generation: Generation) -> None:
+        """Wake a stream when it is due. Streams share a timer, because each timer wakes the process."""
+        self._sleeping[generation] = None
+        if generation.due_at < self._tick_at:
+            self._tick_later(generation.due_at)
+
+    def _tick_later(self, moment: float) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        self._tick_at = moment
+        self._clock = self.loop.call_later(max(0.0, moment - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._clock, self._tick_at, now = None, math.inf, time.monotonic()
+        sleeping, self._sleeping, earliest = self._sleeping, {}, math.inf
+        for generation in sleeping:
+            if generation.due_at > now + TICK_SECONDS:
+                self._sleeping[generation] = None
+                earliest = min(earliest, generation.due_at)
+            elif generation.touched:
+                self._due[generation] = None
+        if self._sleeping:
+            self._tick_later(earliest)
+        self._resume()
+
+    def _received_delta(self, delta: Delta, now: float) -> None:
+        running = self._running.get(delta.id)
+        if running is None:  # aborted here, with frames in flight
+            return
+        generation, sequence = running
+        if delta.finish_reason in ("stop", "length") and sequence.replay_left:
+            self._diverged(sequence)
+            return
+        sequence.skip_rest(delta)
+        if delta.finish_reason is not None:
+            self._end(delta.id)
+            if self._full and (full := self._full.get(sequence.submit.client)) is not None:
+                full.num_ended += 1
+        generation.receive(sequence, delta, now)
+
+    def _end(self, id: int) -> None:
+        """Forget a sequence that has ended, and submit the next one of its generation."""
+        generation, sequence = self._running.pop(id)
+        if self._homeless:
+            self._homeless.pop(id, None)
+        generation.open.discard(id)
+        self._leave(sequence)
+        if generation.pending:
+            self._submit_next(generation, must_run=True)
+        elif not generation.open:
+            self._open.pop(generation, None)

@@ -1,0 +1,449 @@
+"""The sequences of one request, with their ids as text, either whole or as it arrives.
+
+This module observes metrics and turns failures into ApiErrors. It knows nothing about routes or workers, and writes
+nothing to clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+
+from service.http.connection.errors import ApiError
+from service.http.schema.answers import Timing
+from service.http.text.model import Model
+from service.wire import Answer, Delta, Draw, Drawn, FinishReason, Logprobs, Submit
+from service.words import plural
+
+TICK_SECONDS = 0.001  # resolution of the event loop's timers
+HOMELESS = -1  # no worker: the sequence waits until one is connected
+FAILURES = frozenset({"abort", "timeout", "error"})
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """New text of one sequence."""
+
+    number: int
+    seed: int
+    text: str
+    finish_reason: Any = None  # a FinishReason or None
+    logprobs: Logprobs | None = None  # of the text's characters after the first `num_unscored`, if requested
+    num_unscored: int = 0  # characters without a predecessor: the first of an echoed prompt
+    is_exact: bool | None = None  # for exact answers: True if this one is exact
+
+
+class SequenceState:
+    """One sequence of a request. Times are by time.monotonic(), durations in seconds.
+
+    If its worker is lost it runs again from its beginning: the same seed gives the same text. What has arrived is then
+    dropped, after it was compared by checksum: parts of it may be on their way to the client.
+    """
+
+    def __init__(self, number: int, submit: Submit, echo: str):
+        self.number, self.submit = number, submit
+        self.echo = echo  # emitted before the first character
+        self.new_texts: list[str] = []  # arrived and not taken yet
+        self.new_answers: list[Answer] = []  # of a draw: the answers in these texts
+
+    # Class attributes until they change, because most never do.
+    worker: int = HOMELESS
+    runs: int = 0
+    is_begun: bool = False  # a first delta, or the ending, has come
+    is_leaving: bool = False  # of a draw: True after an abort, until its worker reports the characters that ran
+    checksum: int = 0  # of the text that arrived
+    replay_left: int = 0  # characters of it that are yet to come again
+    replay_checksum: int = 0  # of those that came again
+    logprobs_replay_left: int = 0  # their log-probabilities likewise
+    prompt_replay_left: int = 0  # and those of the prompt
+    answers_replay_left: int = 0  # and the answers of a draw
+    drawn: Drawn | None = None  # of a draw: its cost so far
+    num_answers: int = 0  # of a draw: answers that arrived
+    num_unseen: int = 0  # characters that ran for it, without a complete prompt and emitted ones
+    error: ApiError | None = None  # its failure, if known here
+    prompt_logprobs: Logprobs | None = None
+    num_prompt_logprobs: int = 0  # arrived
+    new_logprobs: Logprobs | None = None
+    num_completion_tokens: int = 0
+    num_taken: int = 0
+    last_at: float | None = None  # arrival of the latest character
+    queue_seconds: float | None = None  # None: the prompt has not run
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefilled_at: float = 0.0
+    ended_at: float | None = None
+    finish_reason: FinishReason | None = None
+    first_token_seconds: float | None = None  # None: no character was written
+
+    # -- run again, as its worker was lost --
+
+    def begin_again(self) -> None:
+        """Everything that has arrived comes again, to be dropped."""
+        self.replay_left = self.logprobs_replay_left = self.num_completion_tokens
+        self.replay_checksum = 0
+        self.prompt_replay_left = self.num_prompt_logprobs
+        self.answers_replay_left = self.num_answers
+
+    def skip_text(self, text: str) -> int:
+        """Return how many of these characters have arrived before."""
+        count = min(len(text), self.replay_left)
+        self.replay_left -= count
+        self.replay_checksum = zlib.crc32(text[:count].encode(), self.replay_checksum)
+        return count
+
+    @property
+    def has_diverged(self) -> bool:
+        """True if the repeated text differs from the first one. Valid when all of it has arrived again."""
+        return not self.replay_left and self.replay_checksum != self.checksum
+
+    def skip_rest(self, delta: Delta) -> None:
+        """Remove everything except text that has arrived before from a delta."""
+        if delta.logprobs is not None and self.logprobs_replay_left:
+            self.logprobs_replay_left -= len(delta.logprobs.take(self.logprobs_replay_left))
+        if delta.prompt_logprobs is not None and self.prompt_replay_left:
+            self.prompt_replay_left -= len(delta.prompt_logprobs.take(self.prompt_replay_left))
+        if delta.answers and self.answers_replay_left:
+            skipped = min(len(delta.answers), self.answers_replay_left)
+            self.answers_replay_left -= skipped
+            delta.answers = delta.answers[skipped:]
+
+
+def _tried(drawn: Drawn) -> str:
+    return f"{drawn.matches} of {plural(drawn.candidates, 'candidate')} matched"
+
+
+def too_few(draw: Draw, drawn: Drawn | None) -> ApiError:
+    """Return the error of a draw that reached a limit before it had all answers."""
+    assert drawn is not None
+    rest = "the others" if drawn.matches else "them"
+    near = f"the longest of {rest} kept to the condition for {plural(drawn.longest, 'character')}"
+    if drawn.nearest:
+        near = f"the nearest of {rest} lacked {plural(drawn.nearest, 'character')} of a match, {near}"
+    message = (
+        f"{_tried(drawn)} ({plural(drawn.characters, 'character')}), {draw.answers} must: {near}; loosen the "
+        "condition, raise max_candidates or max_candidate_characters, or set mask_rest"
+    )
+    return ApiError(400, message, param="exact", code="too_few_matches")
+
+
+class Client(Protocol):
+    """Runs sequences, and wakes a generation when more of their text has arrived."""
+
+    def count(self, model: Model, what: str) -> None:
+        """Count a sequence that has begun or ended."""
+
+    def abort(self, generation: Generation, reason: FinishReason) -> None:
+        """End all of its sequences."""
+
+    def wake(self, generation: Generation) -> None:
+        """Call its method `come` soon."""
+
+    def wake_later(self, generation: Generation) -> None:
+        """Call its method `come` at `due_at`."""
+
+
+class Generation:
+    """The sequences of one request. `whole` or `stream` gives their text.
+
+    A stream gets a piece at once when a sequence begins and at its end. Other pieces are at least `interval` seconds
+    apart.
+
+    Raises ApiError: from both: a sequence was refused, timed out or failed; the others are aborted.
+    """
+
+    timeout_name = "its time limit"  # its name in errors
+    may_lack_answers = False  # True: a draw with too few answers is not a failure
+
+    def __init__(
+        self,
+        client: Client,
+        model: Model,
+        submits: list[Submit],
+        arrived_at: float,
+        echo: list[str] | None = None,
+        interval: float | None = None,
+    ):
+        self._client, self.model, self._metrics = client, model, model.metrics
+        self._arrived_at = arrived_at
+        self.is_stream, self._interval = interval is not None, interval or 0.0
+        self._submitted_at = time.monotonic()
+        self.timeout_seconds = submits[0].timeout_seconds  # of each
+        self.deadline = arrived_at + self.timeout_seconds
+        self.sequences = [SequenceState(i, submit, echo[i] if echo else "") for i, submit in enumerate(submits)]
+        self.num_completion_tokens = 0
+        self.pending = deque(self.sequences)  # not submitted yet
+        self.open: set[int] = set()  # ids of the sequences that run
+        self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
+        self.touched: dict[SequenceState, None] = {}  # sequences with undelivered deltas, in order of arrival
+        self._failure: Exception | None = None  # raised by `_fail`
+        self.due_at = 0.0  # time of the next pieces of a stream, if nothing wakes it before
+        self._is_due = False  # a stream may take pieces now
+        self._waiter: asyncio.Future[None] | None = None  # awaited by `whole` or `stream`
+
+    def abort(self) -> None:
+        """End all sequences. Draws stay open until their workers report the characters that ran."""
+        if self.open or self.pending:
+            self._client.abort(self, "abort")
+
+    @property
+    def is_finished(self) -> bool:
+        """True when every sequence has ended and all of their text was taken."""
+        return not self.open and not self.pending and not self.touched
+
+    @property
+    def endings(self) -> dict[str, int]:
+        if len(self.sequences) == 1:
+            reason = self.sequences[0].finish_reason
+            return {} if reason is None else {reason: 1}
+        return dict(Counter(it.finish_reason for it in self.sequences if it.finish_reason is not None))
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from the request's arrival to its first written character."""
+        known = (it.first_token_seconds for it in self.sequences if it.first_token_seconds is not None)
+        return min(known, default=None)
+
+    @property
+    def phases(self) -> list[tuple[str, float, float]]:
+        """The phases, each with the times at which the first sequence began it and the last one ended it.
+
+        They cover only sequences whose prompts have run.
+        """
+        begun = [it for it in self.sequences if it.queue_seconds is not None]
+        if not begun:
+            return []
+        scheduled = [it.prefilled_at - it.prefill_seconds for it in begun]
+        prefilled = [it.prefilled_at for it in begun]
+        phases = [("queue", self._submitted_at, max(scheduled)), ("prefill", min(scheduled), max(prefilled))]
+        if self.num_completion_tokens:
+            ended = [it.ended_at or it.last_at or it.prefilled_at for it in begun]
+            phases.append(("decode", min(prefilled), max(ended)))
+        return phases
+
+    @property
+    def timing(self) -> Timing:
+        return timing_of([self])
+
+    async def whole(self) -> list[Piece]:
+        """Return each sequence's text in one piece, ordered by number. Requires `interval` to be None."""
+        while (self.open or self.pending) and self._failure is None:
+            await self._wait()
+        if self._failure is not None:
+            await self._fail()
+        pieces = self._take_all()
+        pieces.sort(key=lambda piece: piece.number)
+        return pieces
+
+    async def stream(self) -> AsyncIterator[list[Piece]]:
+        """Yield new text, until every sequence has ended. Requires an `interval`."""
+        while self._failure is None and not self.is_finished:
+            if not self._is_due:
+                await self._wait()
+            self._is_due = False
+            if self._failure is None and self.touched:
+                self.due_at = time.monotonic() + self._interval
+                yield self._take_all()
+                if not self._is_due:  # text may have come while this was written
+                    self.wake_when_due(time.monotonic())
+        if self._failure is not None:
+            await self._fail()
+
+    def come(self) -> None:
+        """Continue after the client has taken in all deltas that arrived."""
+        self._is_due = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _take_all(self) -> list[Piece]:
+        """Take all text that has arrived."""
+        touched, self.touched = self.touched, {}
+        pieces = []
+        for sequence in touched:
+            pieces += self._take_answers(sequence) if sequence.submit.draw is not None else [self._take(sequence)]
+            if sequence.first_token_seconds is None or sequence.finish_reason is not None:
+                self._observe(sequence, sequence.finish_reason)
+        return pieces
+
+    async def _fail(self) -> None:
+        """Raise the failure without keeping it, because its traceback would form a reference cycle."""
+        self.abort()
+        try:
+            while self.open:  # draws stay open until their workers report the characters that ran
+                await self._wait()
+            self._take_all()
+            assert self._failure is not None
+            raise self._failure
+        finally:
+            self._failure = None
+
+    async def _wait(self) -> None:
+        try:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        except asyncio.CancelledError:  # when the time to drain is over
+            raise ApiError(503, "server has shut down", code="shutting_down") from None
+
+    def wake_when_due(self, now: float) -> None:
+        """Wake a stream now, or at the tick of the client's clock after `due_at`."""
+        if not self.touched:
+            return
+        if self.due_at <= now + TICK_SECONDS:
+            self._client.wake(self)
+        else:
+            self._client.wake_later(self)
+
+    def add(self, sequence: SequenceState, text: str, now: float) -> None:
+        """Take in new characters."""
+        count = len(text)
+        self.num_completion_tokens += count
+        sequence.num_completion_tokens += count
+        sequence.checksum = zlib.crc32(text.encode(), sequence.checksum)
+        sequence.new_texts.append(text)
+        sequence.last_at = now
+        self.touched[sequence] = None
+
+    def receive(self, sequence: SequenceState, delta: Delta, now: float) -> None:
+        """Take in a delta without ids. The client calls this after it has updated `open` and `pending`."""
+        if delta.logprobs is not None:
+            if sequence.new_logprobs is None:
+                sequence.new_logprobs = Logprobs()
+            sequence.new_logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            if sequence.prompt_logprobs is None:
+                sequence.prompt_logprobs = Logprobs()
+            sequence.prompt_logprobs.extend(delta.prompt_logprobs)
+            sequence.num_prompt_logprobs += len(delta.prompt_logprobs)
+        if delta.answers:
+            sequence.new_answers += delta.answers
+            sequence.num_answers += len(delta.answers)
+            self.touched[sequence] = None
+            if self.is_stream:
+                self.wake_when_due(now)
+        sequence.drawn = delta.drawn or sequence.drawn
+        prefilled_at = delta.prefilled_at
+        if prefilled_at is not None and delta.scheduled_at is not None and sequence.queue_seconds is None:
+            sequence.queue_seconds = delta.scheduled_at - self._arrived_at
+            sequence.prefill_seconds = prefilled_at - delta.scheduled_at
+            sequence.prefilled_at = prefilled_at
+            self._metrics.prompt_ran(len(sequence.submit.prompt))
+        if not sequence.is_begun:
+            sequence.is_begun = True
+            self._client.count(self.model, "begun")
+        if delta.finish_reason is not None:
+            self._end(sequence, delta, delta.finish_reason, now)
+        is_first = prefilled_at is not None and sequence in self.touched  # not held back
+        if (is_first and self.is_stream) or self._failure is not None or (not self.open and not self.pending):
+            self._client.wake(self)
+        elif delta.finish_reason is not None and self.is_stream:
+            self.wake_when_due(now)
+
+    def _end(self, sequence: SequenceState, delta: Delta, reason: FinishReason, now: float) -> None:
+        """Record the end of a sequence, and its failure if it is the first of the request."""
+        sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
+        sequence.num_unseen = delta.num_unseen
+        if delta.ended_at is not None and sequence.queue_seconds is not None:
+            sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
+        draw = sequence.submit.draw
+        if self._failure is None and reason in FAILURES:
+            self._failure = self._failed(sequence, reason)
+        elif self._failure is None and draw is not None and not self.may_lack_answers:
+            self._failure = too_few(draw, sequence.drawn) if sequence.num_answers < draw.answers else None
+        self._metrics.sequence_ended(sequence.num_completion_tokens)
+        self._client.count(self.model, reason)
+        self.touched[sequence] = None
+
+    def fail(self, error: ApiError) -> None:
+        """Raise this error from `whole` or `stream`, which abort the other sequences."""
+        self._failure = self._failure or error
+        self._client.wake(self)
+
+    def _failed(self, sequence: SequenceState, reason: FinishReason) -> ApiError | None:
+        if reason == "timeout":
+            message = f"the request took longer than {self.timeout_seconds:g} s, {self.timeout_name}"
+            if sequence.drawn is not None:
+                message += f": {_tried(sequence.drawn)}"
+            return ApiError(504, message, code="timeout")
+        if reason == "error":
+            return sequence.error or ApiError(500, "inference failed on this request", code="engine_error")
+        return None
+
+    def _take(self, sequence: SequenceState) -> Piece:
+        texts, sequence.new_texts = sequence.new_texts, []
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        sequence.num_taken += len(text)
+        logprobs, num_unscored = None, 0
+        if sequence.submit.logprobs is not None:
+            logprobs, sequence.new_logprobs = sequence.new_logprobs or Logprobs(), None
+        if sequence.echo and sequence.finish_reason != "abort":  # an aborted prompt may lack rows
+            text = sequence.echo + text
+            if logprobs is not None:
+                of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs or Logprobs(), None
+                of_prompt.extend(logprobs)
+                # The first character, unless a hidden one precedes it.
+                logprobs, num_unscored = of_prompt, len(sequence.echo) - len(sequence.submit.prompt) + 1
+        sequence.echo, seed = "", sequence.submit.sampling.seed
+        return Piece(sequence.number, seed, text, sequence.finish_reason, logprobs, num_unscored)
+
+    def _take_answers(self, sequence: SequenceState) -> list[Piece]:
+        """Take the answers of a draw that have arrived."""
+        text, answers = "".join(sequence.new_texts), sequence.new_answers
+        sequence.new_texts, sequence.new_answers = [], []
+        assert sequence.submit.draw is not None
+        first = sequence.number * sequence.submit.draw.answers + sequence.num_answers - len(answers)
+        logprobs, sequence.new_logprobs = sequence.new_logprobs, None
+        sequence.num_taken += len(text)
+        pieces, start = [], 0
+        for number, answer in enumerate(answers, first):
+            end = start + answer.length
+            its = None
+            if sequence.submit.logprobs is not None:
+                its = (logprobs or Logprobs()).take(answer.length)
+            pieces.append(Piece(number, answer.seed, text[start:end], answer.finish_reason, its, is_exact=True))
+            start = end
+        return pieces
+
+    def prompt_logprobs(self, number: int) -> Logprobs:
+        """Return the log-probabilities of a sequence's prompt from `score_from` on, after its end."""
+        return self.sequences[number].prompt_logprobs or Logprobs()
+
+    def _observe(self, sequence: SequenceState, finish_reason: str | None) -> None:
+        """Observe the first or the last piece of a sequence, which is about to be written."""
+        metrics, now = self._metrics, time.monotonic()
+        queue, prefill, decode = sequence.queue_seconds, sequence.prefill_seconds, sequence.decode_seconds
+        if sequence.first_token_seconds is None:
+            is_first = sequence.num_taken > 0
+            if queue is not None and (is_first or finish_reason is not None):
+                metrics.scheduled.add((queue, prefill))
+            if is_first:
+                sequence.first_token_seconds = now - self._arrived_at
+                metrics.begun.add((sequence.first_token_seconds, now - sequence.prefilled_at))
+        if finish_reason is not None and finish_reason not in FAILURES:
+            metrics.ended.add((now - self._arrived_at, decode, prefill + decode))
+            if sequence.num_completion_tokens > 1:
+                metrics.paced.add((decode / (sequence.num_completion_tokens - 1),))
+
+
+def timing_of(generations: list[Generation]) -> Timing:
+    """Return the times of consecutive generations: the first one's queue, and the sums of the longest other times."""
+    every = [it for generation in generations for it in generation.sequences]
+    if len(every) == 1:
+        (it,) = every
+        count = it.num_completion_tokens - 1
+        return Timing(
+            round(it.queue_seconds or 0.0, 6),
+            round(it.prefill_seconds, 6),
+            round(it.decode_seconds, 6),
+            round(it.decode_seconds / count, 9) if count > 0 else None,
+        )
+    later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # all characters except each first one
+    return Timing(
+        round(max([it.queue_seconds or 0.0 for it in generations[0].sequences]), 6),
+        round(sum([max([it.prefill_seconds for it in each.sequences]) for each in generations]), 6),
+        round(sum([max([it.decode_seconds for it in each.sequences]) for each in generations]), 6),
+        round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
+    )
