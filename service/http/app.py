@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.http.connection.access import check_content, check_site, name_of_key
+from service.http.connection.access import check_content, name_of_key
 from service.http.connection.addresses import address_of
 from service.http.connection.errors import ApiError
 from service.http.limits.memory import Lease
@@ -43,10 +43,6 @@ OPERATIONS = (
     Operation(
         "/generate", generate.generate, "generate", "text", s.GenerateAnswer, b.GenerateRequest, _EVENTS,
         runs_model=True,
-    ),
-    Operation(
-        "/generate", generate.generate_events, "generate_events", "text", events=_EVENTS, runs_model=True,
-        failures=(400, 403, 404, 414),
     ),
     Operation(
         "/v1/completions", generate.completions, "create_completion", "text", s.Completion, b.CompletionRequest,
@@ -101,9 +97,8 @@ class App:
         for path, operations in by_path.items():
             self._add(path, operations)
         wrapped: ASGIApp = self.router
-        self.cors: CORSMiddleware | None = None
         if self.settings.cors_origins:
-            wrapped = self.cors = CORSMiddleware(
+            wrapped = CORSMiddleware(
                 wrapped,
                 allow_origins=self.settings.cors_origins,
                 allow_methods=("GET", "POST"),
@@ -292,8 +287,6 @@ class Endpoint:
             service.client.refuse_if_full(request.lease.client)
         if operation.request is not None:
             check_content(fields)
-        elif operation.runs_model:
-            check_site(fields, None if app.cors is None else app.cors.is_allowed_origin)
 
     def _find(self, request: Request) -> Operation:
         """Return the operation. Raises ApiError: 404, unknown path; 405, unknown method of the path."""

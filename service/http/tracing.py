@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from service.http.workers.sequences import timing_of
 from service.observe.exporter import open_provider
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def _attributes(request: Request, seconds: float) -> dict[str, Any]:
     if not request.generations:
         return attributes
     generation = request.generations[0]
-    timing, first = timing_of(request.answering), generation.sequences[0].submit
+    timing, first = generation.timing, generation.sequences[0].submit
     attributes |= {
         "gen_ai.usage.num_sequences": len(generation.sequences),
         "gen_ai.request.max_tokens": first.max_tokens,

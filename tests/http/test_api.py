@@ -8,7 +8,6 @@ import math
 import random
 import re
 import threading
-from collections import Counter
 
 import httpx
 import numpy as np
@@ -338,24 +337,6 @@ def test_infill_returns_the_candidates_that_fit_the_suffix_best(post):
     assert echoed["text"] == prompt + best[0]["text"]
 
 
-def test_a_drawn_infill_follows_the_likelihood_of_the_suffix(post):
-    """Texts of no character or one of three, against all of them enumerated."""
-    prompt, suffix, characters = "Hello", "B", "ae "
-    (likeliest,) = post("/v1/next", prompt=prompt, top_n=60)["data"]
-    free = {it["character"]: it["probability"] for it in likeliest["distribution"] if it["character"] in characters}
-    middles = ["", *characters]
-    nats = [post("/v1/score", prefix=prompt + it, continuations=[suffix])["data"][0]["nats"] for it in middles]
-    expected = np.array([1, *(free[c] / sum(free.values()) for c in characters)]) * np.exp(-np.array(nats))
-    expected /= expected.sum()
-    options = {"prompt": prompt, "suffix": suffix, "infill": "draw", "max_tokens": 1, "best_of": 64, "n": 2}
-    found = Counter()
-    for seed in range(150):
-        one, other = post("/generate", allowed_characters=characters, seed=1000 * seed, **options)["choices"]
-        found.update([one["text"], other["text"]])
-    assert max(expected) < 0.7  # no foregone conclusion
-    assert np.array([found[middle] for middle in middles]) / 300 == pytest.approx(expected, abs=0.08)
-
-
 @pytest.mark.parametrize("regex", ["[^q]{2,4}", "([^q]{2})+"])
 def test_infill_with_a_pattern_is_cut_only_where_it_matches(post, regex):
     matches = re.compile(regex).fullmatch
@@ -456,15 +437,9 @@ def test_unknown_fields_are_named_and_refused_on_request(client, post):
         assert "refused because of strict; known fields are model" in error["message"]
     assert "x-ignored-fields" not in client.post("/tokenize", json={"prompt": "a"}).headers
     assert client.post("/tokenize", json={"prompt": "a", "user": 1}).headers["x-ignored-fields"] == "user"
-    query = {"prompt": "a", "max_tokens": 2, "user": "me"}
-    with client.stream("GET", "/generate", params=query) as response:
-        assert response.headers["x-ignored-fields"] == "user"
-    assert client.get("/generate", params=query | {"strict": "true"}).json()["error"]["param"] == "user"
     marked = client.post("/tokenize", content=b'\xef\xbb\xbf{"prompt": "a"}')
     assert len(marked.json()["tokens"]) == 1  # a file from Windows may begin so
-    assert client.get("/generate?prompt=%ff").json()["error"]["message"] == "the query is not UTF-8"
-    assert client.get("/generate?prompt=a&n=2&n=3").json()["error"]["message"].startswith("n: given 2 times")
-    assert client.get("/generate", params={"max_token": 2}).json()["error"]["param"] == "max_token"
+    assert client.get("/info?model=%ff").json()["error"]["message"] == "the query is not UTF-8"
     post("/generate", prompt="a", max_tokens=2, strict=True)
 
 
@@ -487,18 +462,6 @@ def test_a_compressed_body_is_refused_by_its_coding(client):
     response = client.post("/generate", content=content, headers={"Content-Encoding": "gzip"})
     assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_content_encoding")
     assert response.headers["accept-encoding"] == "identity"
-
-
-def test_no_page_of_another_site_runs_a_generation(server, client):
-    """As the address of an image, or by EventSource: a browser asks nobody before it sends a GET."""
-    ended = {"finished_reason": "length"}
-    before = server.metric("chargpt_request_success_total", **ended)
-    for fields in {}, {"Origin": "https://elsewhere.example.org"}:
-        response = client.get("/generate?max_tokens=1", headers={"Sec-Fetch-Site": "cross-site"} | fields)
-        assert (response.status_code, response.json()["error"]["code"]) == (403, "cross_site")
-    assert server.metric("chargpt_request_success_total", **ended) == before
-    for site in ("same-origin", "none"):
-        assert client.get("/generate?max_tokens=1", headers={"Sec-Fetch-Site": site}).status_code == 200
 
 
 def test_logit_bias_is_by_character_or_id_and_errors_say_what_a_digit_means(client, post):
@@ -593,20 +556,8 @@ def test_events_have_no_character_at_which_a_client_splits_lines(tmp_path):
 
 def test_no_proxy_gathers_or_stores_a_stream(client):
     """nginx would, by default."""
-    for method, options in (
-        ("POST", {"json": {"max_tokens": 2, "stream": True}}),
-        ("GET", {"params": {"max_tokens": 2}}),
-    ):
-        headers = client.request(method, "/generate", **options).headers
-        assert (headers["x-accel-buffering"], headers["cache-control"]) == ("no", "no-store")
-
-
-def test_get_generate_streams_for_event_source(client, post):
-    query = {"prompt": "a b,c", "max_tokens": 9, "seed": 3, "stop": ["q", "z"]}
-    with client.stream("GET", "/generate", params=query | {"temperature": "1.0"}) as response:
-        lines = list(response.iter_lines())
-    assert text_of(pieces(lines)) == post("/generate", **query)["choices"][0]["text"]
-    assert client.get("/generate", params=query, headers={"Last-Event-ID": "done"}).status_code == 204
+    headers = client.post("/generate", json={"max_tokens": 2, "stream": True}).headers
+    assert (headers["x-accel-buffering"], headers["cache-control"]) == ("no", "no-store")
 
 
 # -- retries and caches --
@@ -633,9 +584,8 @@ def test_the_openai_sdk_does_not_repeat_what_took_too_long(server):
 def test_no_cache_keeps_what_a_get_answers(client):
     """But files, which have an ETag."""
     paths = "/v1/models /v1/models/chargpt /info /tokenizer_info /livez /readyz /health /metrics".split()
-    for path in (*paths, "/v1/models/x", "/nothing", "/generate?n=0"):
+    for path in (*paths, "/v1/models/x", "/nothing"):
         assert client.get(path).headers["cache-control"] == "no-store", path
-    assert client.get("/generate", headers={"Last-Event-ID": "done"}).headers["cache-control"] == "no-store"
     assert client.get("/").headers["cache-control"] == "no-cache"
 
 
@@ -698,17 +648,8 @@ def test_headers_match_the_receipt(client, checkpoint):
     assert headers["x-checkpoint"] == receipt["checkpoint_sha256"] == checkpoint.digest
     assert (headers["x-backend"], headers["x-dtype"]) == (receipt["backend"], receipt["dtype"])
     assert headers["x-seed"] == ",".join(map(str, receipt["seeds"]))
-    timing = receipt["timing"]
-    assert float(headers["x-queue-time"]) == pytest.approx(1000 * timing["queue_seconds"], abs=2e-3)
-    assert float(headers["x-prefill-time"]) == pytest.approx(1000 * timing["prefill_seconds"], abs=2e-3)
-    inference = timing["prefill_seconds"] + timing["decode_seconds"]
-    assert float(headers["x-inference-time"]) == pytest.approx(1000 * inference, abs=4e-3)
-    assert float(headers["x-total-time"]) >= float(headers["x-inference-time"])
-    assert float(headers["x-time-per-token"]) == pytest.approx(1000 * timing["seconds_per_character"], abs=1e-3)
     with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True}) as response:
-        names = {"x-checkpoint", "x-backend", "x-dtype", "x-seed", "x-queue-time", "x-prefill-time"}
-        assert names <= set(response.headers)
-        assert "x-total-time" not in response.headers
+        assert {"x-checkpoint", "x-backend", "x-dtype", "x-seed"} <= set(response.headers)
         *_, last = pieces(response)
     assert last["choices"][0]["finish_reason"] == "length"
     assert last["chargpt"]["checkpoint_sha256"] == checkpoint.digest
@@ -808,81 +749,6 @@ def test_token_ids_stop_and_allow_as_their_characters_do(client, post, checkpoin
     assert rejection(client, "/generate", **options, allowed_token_ids=[])["param"] == "allowed_token_ids"
     error = rejection(client, "/generate", **options, allowed_token_ids=[1], allowed_characters="a")
     assert error["message"] == "allowed_token_ids: cannot be combined with allowed_characters"
-
-
-def test_prompt_logprobs_and_ids_are_as_vllm_reports_them(client, post, checkpoint, peer):
-    encode, V = checkpoint.tokenizer.encode, len(VOCABULARY)
-    options = {"prompt": ["Hello", "x", ""], "max_tokens": 12, "seed": 3, "n": 2}
-    plain = post("/v1/completions", **options)
-    for path, k in ("/v1/completions", 2), ("/generate", 0), ("/v1/completions", -1):
-        answer = post(path, **options, prompt_logprobs=k, return_token_ids=True)
-        assert answer["usage"] == plain["usage"]
-        for choice, other in zip(answer["choices"], plain["choices"], strict=True):
-            prompt = options["prompt"][choice["index"] // 2]
-            assert (choice["text"], choice["seed"]) == (other["text"], other["seed"])
-            assert (choice["token_ids"], choice["prompt_token_ids"]) == (encode(choice["text"]), encode(prompt))
-            rows = choice["prompt_logprobs"]
-            assert len(rows) == len(prompt) and rows[:1] == [None] * min(1, len(prompt))
-            for i, row in enumerate(rows[1:], 1):
-                values = peer(prompt)[i - 1]
-                ranked = values.argsort(descending=True).tolist()
-                own = encode(prompt)[i]
-                assert {int(id) for id in row} == {own, *ranked[: V if k < 0 else k]}
-                for id, it in row.items():
-                    assert it["decoded_token"] == VOCABULARY[int(id)] and it["rank"] == ranked.index(int(id)) + 1
-                    assert it["logprob"] == pytest.approx(float(values[int(id)]), abs=5e-6)
-    assert answer["chargpt"]["timing"]["decode_seconds"] > 0
-    assert rejection(client, "/generate", prompt="a", prompt_logprobs=V + 1)["param"] == "prompt_logprobs"
-    error = rejection(client, "/v1/completions", prompt="a", prompt_logprobs=1, stream=True)
-    assert error["message"] == "prompt_logprobs: cannot be streamed"
-
-
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_streams_report_ids_as_whole_answers_do(client, post, path):
-    options = {"prompt": ["Hello", "x"], "max_tokens": 40, "seed": 2, "return_token_ids": True, "n": 2, "logprobs": 1}
-    for echo in (True, False):
-        whole = post(path, **options, echo=echo)["choices"]
-        streamed = pieces(client.post(path, json=options | {"stream": True, "echo": echo}))
-        parts = [c for part in streamed for c in part.get("choices", [part] if "index" in part else [])]
-        for choice in whole:
-            mine = [c for c in parts if c["index"] == choice["index"]]
-            assert [id for c in mine for id in c["token_ids"]] == choice["token_ids"] and len(choice["token_ids"]) == 40
-            assert [c["prompt_token_ids"] for c in mine if "prompt_token_ids" in c] == [choice["prompt_token_ids"]]
-            assert "prompt_token_ids" in mine[0]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_name_characters_by_id_on_request(client, checkpoint, stream):
-    options = {"prompt": "ab", "max_tokens": 30, "seed": 1, "echo": True, "logprobs": 2, "stream": stream}
-
-    def asked(**others):
-        response = client.post("/v1/completions", json=options | others)
-        found = pieces(response) if stream else [response.json()]
-        return [it["choices"][0]["logprobs"] for it in found]
-
-    def joined(parts, name):
-        return [it for part in parts for it in part[name]]
-
-    plain, by_id = asked(), asked(return_tokens_as_token_ids=True)
-    named = {c: f"token_id:{checkpoint.tokenizer.encode(c)[0]}" for c in VOCABULARY}
-    assert joined(by_id, "tokens") == [named[c] for c in joined(plain, "tokens")]
-    for name in ("token_logprobs", "text_offset"):
-        assert joined(by_id, name) == joined(plain, name)
-    for top, other in zip(joined(by_id, "top_logprobs"), joined(plain, "top_logprobs"), strict=True):
-        assert top == (other and {named[c]: value for c, value in other.items()})
-
-
-def test_logprob_token_ids_take_the_place_of_the_likeliest(client, post, peer, checkpoint):
-    ids = checkpoint.tokenizer.encode("Qe")
-    (choice,) = post("/v1/completions", prompt="ab", max_tokens=9, seed=1, logprobs=1, logprob_token_ids=ids)["choices"]
-    expected = peer("ab" + choice["text"])
-    for i, (c, top) in enumerate(zip(choice["text"], choice["logprobs"]["top_logprobs"], strict=True)):
-        assert set(top) == {"Q", "e", c}
-        for other, value in top.items():
-            assert value == pytest.approx(float(expected[i + 1, VOCABULARY.index(other)]), abs=5e-6)
-    for wrong in ({}, {"logprobs": 1, "echo": True}, {"logprobs": 1, "logprob_token_ids": [len(VOCABULARY)]}):
-        body = {"prompt": "ab", "logprob_token_ids": ids} | wrong
-        assert rejection(client, "/generate", **body)["param"] == "logprob_token_ids"
 
 
 def test_bad_words_never_appear_and_change_nothing_else(client, post):

@@ -28,8 +28,9 @@ KEYS = [f"a-secret-key-{i}" for i in range(4)]
 # The least number of pauses of long work; half of those of today.
 PAUSES = {
     "a text to refuse": 5, "a text": 130, "unknown characters": 3, "escapes": 25, "ids": 65, "unknown ids": 3,
-    "texts to continue": 33, "lists of ids": 10, "many sequences": 95, "streamed ids": 16, "log-probabilities": 165,
-    "streamed log-probabilities": 55, "a suffix": 10, "a text to score": 6, "each character's score": 55,
+    "texts to continue": 33, "lists of ids": 10, "many sequences": 95, "streamed sequences": 16,
+    "log-probabilities": 165, "streamed log-probabilities": 55, "a suffix": 10, "a text to score": 6,
+    "each character's score": 55,
     "a text too long to score": 6, "continuations of a long prefix": 450, "distributions": 125, "weights": 225,
     "short texts to score": 1950, "texts without a score": 5000,
 }  # fmt: skip

@@ -3,9 +3,8 @@
 import hashlib
 
 import pytest
-from starlette.middleware.cors import CORSMiddleware
 
-from service.http.connection.access import check_content, check_site, name_of_key
+from service.http.connection.access import check_content, name_of_key
 from service.http.connection.errors import ApiError
 
 KEYS = {hashlib.sha256(key).digest(): key[:3].decode() for key in (b"one-key-0123", b"two-key-0123")}
@@ -55,20 +54,3 @@ def test_a_body_is_json_and_of_a_page_declared_so(kind, origin, is_refused):
     with pytest.raises(ApiError) as error:
         check_content(fields)
     assert (error.value.status, error.value.code) == (415, "unsupported_content_type")
-
-
-def test_a_page_of_another_site_is_refused_unless_cors_allows_its_origin():
-    some = CORSMiddleware(None, allow_origins=["https://ours"]).is_allowed_origin
-    every = CORSMiddleware(None, allow_origins=["*"]).is_allowed_origin
-    foreign = {b"sec-fetch-site": b"cross-site"}
-    for is_allowed in None, some, every:
-        for site in (b"same-origin", b"same-site", b"none"):
-            check_site({b"sec-fetch-site": site}, is_allowed)
-        check_site({}, is_allowed)  # curl
-    check_site(foreign | {b"origin": b"https://ours"}, some)
-    check_site(foreign | {b"origin": b"https://theirs"}, every)
-    check_site(foreign, every)  # an image, whose request has no origin
-    for fields, is_allowed in (foreign, None), (foreign, some), (foreign | {b"origin": b"https://theirs"}, some):
-        with pytest.raises(ApiError) as error:
-            check_site(fields, is_allowed)
-        assert (error.value.status, error.value.code) == (403, "cross_site")

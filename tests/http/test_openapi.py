@@ -138,13 +138,11 @@ ADDED = [  # by settings and checkpoint: keyword and bound of a field, a value o
     ("max_tokens", "maximum", 16, int, {}),
     ("min_tokens", "maximum", 16, int, {"max_tokens": 16}),
     ("logprobs", "maximum", V, int, {}),
-    ("prompt_logprobs", "maximum", V, int, {}),
     ("regex", "maxLength", 100, lambda n: f"[{'a' * (n - 2)}]", {}),
     ("stop_regex", "maxLength", 100, lambda n: f"[{'a' * (n - 2)}]", {}),
     ("prompt", "maximum", V - 1, lambda n: [n], {}),
     ("stop_token_ids", "maximum", V - 1, lambda n: [n], {}),
     ("allowed_token_ids", "maximum", V - 1, lambda n: [n], {}),
-    ("logprob_token_ids", "maximum", V - 1, lambda n: [n], {"logprobs": 0}),
     ("logit_bias", "maximum", V - 1, lambda n: [[n, 0]], {}),
     ("logit_bias", "maxItems", V, lambda n: [[c, 0] for c in [*VOCABULARY, 0][:n]], {}),
     ("logit_bias", "maxProperties", V, lambda n: dict.fromkeys([*VOCABULARY, "0"][:n], 0), {}),
@@ -179,8 +177,8 @@ def test_bounds_of_settings_and_checkpoint_are_stated_and_enforced(
 CASES = int(os.environ.get("CHARGPT_OPENAPI_CASES", 8))  # per route, besides cases at bounds
 # Tested by the examples and other tests alone: fields that exclude others, or whose values depend on the model.
 APART = """
-    allowed_characters allowed_token_ids bad_words best_of choice continuations logit_bias logprob_token_ids min_tokens
-    model n prefix prompt_logprobs regex replacement_character seed stop_regex stop_token_ids suffix timeout_seconds
+    allowed_characters allowed_token_ids bad_words best_of choice continuations logit_bias min_tokens
+    model n prefix regex replacement_character seed stop_regex stop_token_ids suffix timeout_seconds
     unknown_characters
 """.split()
 

@@ -736,46 +736,6 @@ def test_records_of_several_lines_are_listed_with_their_line_breaks(visit, tmp_p
         assert copied(page, "#copy-list") == "".join(f"{text}\n\n" for text in expected)
 
 
-# -- a page of others --
-
-# Does not close at the end, like a careless page: the browser then reconnects.
-EVENT_SOURCE = """
-(url) => new Promise((resolve) => {
-    const seen = {text: "", finish_reason: null, end: null, errors: 0};
-    const source = new EventSource(url);
-    source.onmessage = (event) => {
-        if (event.data === "[DONE]") {
-            seen.end = event.lastEventId;
-            return;
-        }
-        const piece = JSON.parse(event.data);
-        seen.text += piece.text ?? "";
-        seen.finish_reason = piece.finish_reason ?? seen.finish_reason;
-    };
-    source.onerror = () => {
-        seen.errors += 1;
-        if (source.readyState === EventSource.CLOSED) resolve(seen);
-    };
-})
-"""
-
-
-def test_event_source_receives_the_text_once(browser, server):
-    """On a page of the same origin."""
-    body = {"prompt": "ROMEO:\nWhat & why?", "max_tokens": 40, "seed": 1, "temperature": 0.8}
-    (expected,) = generate(server, **body)
-    with browser.new_context(bypass_csp=True) as context:
-        page = context.new_page()
-        page.goto(f"{server.url}/livez")
-        responses = []
-        page.on("response", lambda response: responses.append(response))
-        seen = page.evaluate(EVENT_SOURCE, f"/generate?{httpx.QueryParams(body)}")
-        exchanges = [(response.status, response.request.header_value("last-event-id")) for response in responses]
-    assert (seen["text"], seen["finish_reason"], seen["end"]) == (expected["text"], "length", "done")
-    assert exchanges == [(200, None), (204, "done")]
-    assert seen["errors"] == 2  # end of stream, then 204
-
-
 def test_docs_page_works_without_external_requests(browser, server):
     paths = web.get(f"{server.url}/openapi.json").json()["paths"]
     operations = [(method, path) for path, methods in paths.items() for method in methods]

@@ -118,47 +118,27 @@ def test_a_running_prompt_of_another_key_is_not_copied(service):
     assert service.total() == before
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_a_salt_divides_the_requests_of_a_key(service, path):
-    prompt, salts = service.text(100), [None, "a", "b", "a b", "ä" * 1000]
-    ask = {"path": path, "prompt": prompt, "max_tokens": 1}
-    for count, copied in ((3, 2 * 99), (1, 99)):  # within a request, then from the one before with the same salt
-        found = [service.copied(VICTIM, cache_salt=salt, n=count, **ask) for salt in salts]
-        assert found == [copied] * len(salts)
-    assert service.copied(ATTACKER, cache_salt="a", **ask) == 0
-
-
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
         ("/generate", {"suffix": "abc", "best_of": 4, "max_tokens": 3}),
         ("/generate", {"best_of": 3, "max_tokens": 3}),
-        ("/generate", {"prompt_logprobs": 0, "echo": True, "max_tokens": 3}),
         ("/v1/score", {"continuations": ["a", "b"]}),
         ("/v1/next", {}),
     ],
 )
-def test_a_salt_divides_every_stage_of_every_route(service, path, fields):
-    """Infill and `best_of` score what they sampled; prompts are scored after their answers."""
+def test_a_key_divides_every_stage_of_every_route(service, path, fields):
+    """Infill and `best_of` score what they sampled."""
     fields = fields | {"prefix" if path == "/v1/score" else "prompt": service.text(100)}
     if path == "/generate":
         fields["seed"] = 1
-    first, other, again = (service.copied(VICTIM, path, cache_salt=salt, **fields) for salt in ("a", "b", "b"))
+    first, other, again = (service.copied(key, path, **fields) for key in (VICTIM, ATTACKER, ATTACKER))
     assert first == other < again
 
 
-def test_without_keys_addresses_share_and_a_salt_divides(wide):
+def test_without_keys_addresses_share(wide):
     with serving_wide(wide, client_header="X-Forwarded-For") as service:
         service.total()
-        prompt = service.text(100)
-        for salt, copied in ((None, [0, 99]), ("a", [0, 99])):
-            body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
-            found = [service.copied({"X-Forwarded-For": f"192.0.2.{number}"}, **body) for number in (1, 2)]
-            assert found == copied
-
-
-@pytest.mark.parametrize("salt", ["", "a" * 1001, 5, ["a"]])
-def test_a_salt_is_a_text_of_1_to_1000_characters(service, salt):
-    body = {"prompt": "a", "cache_salt": salt}
-    response = web.post(f"{service.server.url}/generate", json=body, headers=VICTIM)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")
+        body = {"prompt": service.text(100), "max_tokens": 1}
+        found = [service.copied({"X-Forwarded-For": f"192.0.2.{number}"}, **body) for number in (1, 2)]
+        assert found == [0, 99]

@@ -184,15 +184,6 @@ def test_echo_and_log_probabilities_are_of_what_is_shown(ask):
     assert one["logprobs"]["text_offset"] == list(range(len(one["text"])))
 
 
-def test_ids_and_log_probabilities_of_a_prompt_are_its_own(ask, checkpoints):
-    encode = Checkpoint.read(checkpoints[0]).tokenizer.encode
-    body = {"max_tokens": 8, "seed": 2, "return_token_ids": True, "prompt_logprobs": 0}
-    (one,) = ask("records", "/v1/completions", prompt="Al", **body)["choices"]
-    (other,) = ask("texts", "/v1/completions", prompt="\nAl", stop="\n", **body)["choices"]
-    assert (one["prompt_token_ids"], one["token_ids"]) == (encode("Al"), encode(one["text"]))
-    assert one["prompt_logprobs"] == other["prompt_logprobs"][1:] and other["prompt_logprobs"][0] is None
-
-
 def with_separators(value):
     """A body or an answer of lines as one of blocks."""
     if isinstance(value, dict):

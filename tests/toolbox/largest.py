@@ -28,9 +28,9 @@ def largest(length: int) -> dict[str, tuple[str, bytes]]:
             b'{"max_tokens": 1, "prompt": [%b]}' % b",".join([b"[" + b"5," * 10_000 + b"5]"] * (length // 20_200)),
         ),
         "many sequences": ("/v1/completions", {"prompt": "a" * long, "n": count, "max_tokens": 20, "echo": True}),
-        "streamed ids": (
+        "streamed sequences": (
             "/v1/completions",
-            {"prompt": "a" * long, "n": count, "max_tokens": 1, "return_token_ids": True, "stream": True},
+            {"prompt": "a" * long, "n": count, "max_tokens": 1, "echo": True, "stream": True},
         ),
         "log-probabilities": (
             "/v1/completions", {"prompt": "a" * 3 * long, "max_tokens": 1, "echo": True, "logprobs": 2},

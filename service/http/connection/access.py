@@ -1,11 +1,11 @@
-"""Checks of a request's head: the API key, the type of the body, and the web page that sends it.
+"""Checks of a request's head: the API key and the type of the body.
 
 Each function takes the header fields with names in lower case, and raises ApiError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 
 from service.http.connection.errors import ApiError, shortened
@@ -60,18 +60,3 @@ def _check_content_type(fields: Fields) -> None:
     else:
         return
     raise ApiError(415, message, code="unsupported_content_type")
-
-
-def check_site(fields: Fields, is_allowed_origin: Callable[[str], bool] | None) -> None:
-    """Refuse a GET that a page of another site sends. Browsers send it without asking.
-
-    is_allowed_origin: the check of --cors-origins; None: no origin is allowed.
-
-    Raises ApiError: 403.
-    """
-    if fields.get(b"sec-fetch-site") != b"cross-site":
-        return
-    origin = fields.get(b"origin", b"").decode("latin-1")
-    if is_allowed_origin is None or not is_allowed_origin(origin):
-        message = "Sec-Fetch-Site is cross-site: a page of another site may send this only if --cors-origins allows it"
-        raise ApiError(403, f"{message}, got Origin {shortened(origin)}", code="cross_site")

@@ -167,11 +167,10 @@ class Ledger:
 class Lease:
     """The resources of one request. `client` may change until `begin`."""
 
-    __slots__ = ("_ledger", "client", "cache_salt", "bytes", "model", "_is_counted", "_charge")
+    __slots__ = ("_ledger", "client", "bytes", "model", "_is_counted", "_charge")
 
     def __init__(self, ledger: Ledger, client: str):
         self._ledger, self.client = ledger, client
-        self.cache_salt = ""  # divides the client's prefix reuse
         self.bytes = 0
         self.model: Model | None = None
         self._is_counted = False

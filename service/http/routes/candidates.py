@@ -1,9 +1,8 @@
-"""best_of and suffix: sample candidates, answer with some of them. exact: fill up with masked answers."""
+"""best_of and suffix: sample candidates, answer with some of them."""
 
 from __future__ import annotations
 
 import math
-import random
 
 import msgspec
 
@@ -14,7 +13,6 @@ from service.http.routes.request import Request
 from service.http.routes.service import Service
 from service.http.schema.requests import GenerationRequest
 from service.http.workers.sequences import Piece
-from service.model.params import MAX_SEED
 from service.wire import Submit, floats
 
 Echo = list[str] | None  # the prompt of each sequence, if the answer begins with it
@@ -36,27 +34,6 @@ async def best_of(
     return _best(ranked, body.n, candidates)
 
 
-async def exact_or_masked(service: Service, request: Request, submits: list[Submit], n: int) -> list[Piece]:
-    """Exact answers, and where there are too few, others by the mask."""
-    timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
-    generation = service.start(request, submits)
-    generation.may_lack_answers = True
-    pieces = await generation.whole()
-    masked, numbers = [], []
-    for i, (submit, state) in enumerate(zip(submits, generation.sequences, strict=True)):
-        for j in range(state.num_answers, n):
-            sampling = msgspec.structs.replace(submit.sampling, seed=(submit.sampling.seed + j) % (MAX_SEED + 1))
-            masked.append(
-                msgspec.structs.replace(submit, draw=None, sampling=sampling, timeout_seconds=timeout_seconds)
-            )
-            numbers.append(i * n + j)
-    if masked and not request.client_left:
-        request.num_answering = 2
-        rest = await service.start(request, masked).whole()
-        pieces += [msgspec.structs.replace(it, number=numbers[it.number], is_exact=False) for it in rest]
-    return sorted(pieces, key=lambda piece: piece.number)
-
-
 async def infill(
     service: Service,
     request: Request,
@@ -65,13 +42,11 @@ async def infill(
     candidates: int,
     suffix: list[int],
     echo: Echo,
-    is_drawn: bool,
 ) -> list[Piece]:
-    """The `n` texts of each prompt after which the suffix is likeliest, or `n` draws in proportion to its likelihood.
+    """The `n` texts of each prompt after which the suffix is likeliest.
 
     Each candidate is also cut where the suffix's first character is likeliest to come next, if the text before it
-    matches the request's pattern. The likelihood is p(suffix | prompt, middle). A draw weighs samples of
-    p(middle | prompt) with it (sampling importance resampling: Rubin 1987).
+    matches the request's pattern. The likelihood is p(suffix | prompt, middle).
     """
     model = request.model
     assert model is not None
@@ -101,7 +76,7 @@ async def infill(
     await generation.whole()
     scores = {key: sum(floats(generation.prompt_logprobs(i).values)) for i, key in enumerate(scoring)}
     ranked = [(scores[middle.number // candidates, middle.text], middle) for middle in middles]
-    chosen = _drawn(ranked, submits, n, candidates) if is_drawn else _best(ranked, n, candidates)
+    chosen = _best(ranked, n, candidates)
     if echo:  # each prompt's text, `candidates` times
         chosen = [
             msgspec.structs.replace(piece, text=echo[piece.number // n * candidates] + piece.text) for piece in chosen
@@ -119,30 +94,13 @@ def _cut(piece: Piece, min_tokens: int, ends: set[int] | None) -> list[Piece]:
     return [whole, *(msgspec.structs.replace(whole, text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]
 
 
-def _by_prompt(ranked: Ranked, num_candidates: int) -> list[tuple[int, Ranked]]:
-    """The candidates of each prompt, by its number."""
+def _best(ranked: Ranked, n: int, num_candidates: int) -> list[Piece]:
+    """The n candidates of each prompt with the highest score, renumbered; repetitions of a text come last."""
     by_prompt: dict[int, Ranked] = {}
     for score, piece in ranked:
         by_prompt.setdefault(piece.number // num_candidates, []).append((score, piece))
-    return sorted(by_prompt.items())
-
-
-def _drawn(ranked: Ranked, submits: list[Submit], n: int, num_candidates: int) -> list[Piece]:
-    """n of each prompt's candidates, each drawn in proportion to the exponential of its score; renumbered."""
-    drawn: list[Piece] = []
-    for prompt, candidates in _by_prompt(ranked, num_candidates):
-        highest = max(score for score, _ in candidates)
-        weights = [math.exp(score - highest) for score, _ in candidates]
-        chance = random.Random(submits[prompt * num_candidates].sampling.seed)
-        chosen = chance.choices([piece for _, piece in candidates], weights, k=n)
-        drawn += [msgspec.structs.replace(piece, number=prompt * n + i) for i, piece in enumerate(chosen)]
-    return drawn
-
-
-def _best(ranked: Ranked, n: int, num_candidates: int) -> list[Piece]:
-    """The n candidates of each prompt with the highest score, renumbered; repetitions of a text come last."""
     best: list[Piece] = []
-    for prompt, candidates in _by_prompt(ranked, num_candidates):
+    for prompt, candidates in sorted(by_prompt.items()):
         texts: set[str] = set()
         ordered = []
         for i, (score, piece) in enumerate(candidates):

@@ -5,7 +5,6 @@ Both have whole answers and events of streams. This module knows nothing about h
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -35,15 +34,14 @@ from service.http.schema.answers import (
     GenerateChoice,
     GenerateEnd,
     GenerateEvent,
-    PromptLogprob,
     Receipt,
     TokenLogprobs,
     Usage,
 )
 from service.http.schema.requests import GenerationRequest
 from service.http.text.encoding import Encoder
-from service.http.workers.sequences import Piece, timing_of
-from service.wire import Logprobs, floats
+from service.http.workers.sequences import Piece
+from service.wire import floats
 
 PIECE_CHARACTERS = 512  # limit of an event or of a part of a whole answer, if it has log-probabilities
 
@@ -79,23 +77,16 @@ class Form:
         encoder: Encoder,
         seeds: list[int],
         body: GenerationRequest,
-        prompts: list[list[int]],
     ):
         self._service, self.request, self.model = service, request, encoder.model.name
         self.continuous_usage = body.stream_options.continuous_usage_stats
         self._characters = encoder.tokenizer.characters
-        # Names of ids in log-probabilities.
-        self._names = _id_names(len(self._characters)) if body.return_tokens_as_token_ids else self._characters
         self._encoder, self._seeds, self._body = encoder, seeds, body
-        self._prompts = prompts
-        # If requested: over the whole vocabulary, for each prompt without its first character.
-        self.prompt_logprobs: list[Logprobs] | None = None
-        self._echoed: dict[int, int] = {}  # characters of the prompt that each choice still lacks, if ids are reported
         self._offsets: dict[int, int] = {}  # characters written of each choice, if log-probabilities are reported
 
     @property
     def receipt(self) -> Receipt:
-        receipt = self._service.receipt(self._encoder, timing_of(self.request.answering), self._seeds)
+        receipt = self._service.receipt(self._encoder, self.request.generations[0].timing, self._seeds)
         if self._body.exact:
             every = [it.drawn for it in self.request.generations[0].sequences if it.drawn is not None]
             candidates, matches = sum(it.candidates for it in every), sum(it.matches for it in every)
@@ -111,18 +102,12 @@ class Form:
     def logprobs(self, piece: Piece) -> TokenLogprobs:
         start = self._offsets.get(piece.number, 0)
         end = self._offsets[piece.number] = start + len(piece.text)
-        return TokenLogprobs(self._tokens(piece.text), _values(piece), self._tops(piece), list(range(start, end)))
-
-    def _tokens(self, text: str) -> list[str]:
-        """Return the names of its characters."""
-        if not self._body.return_tokens_as_token_ids:
-            return list(text)
-        return [self._names[id] for id in self._encoder.tokenizer.encode(text)]
+        return TokenLogprobs(list(piece.text), _values(piece), self._tops(piece), list(range(start, end)))
 
     def _tops(self, piece: Piece) -> list[dict[str, float] | None]:
         """Return the likeliest alternatives and the character itself, for each character."""
         assert piece.logprobs is not None
-        names, scored = self._names, self._tokens(piece.text[piece.num_unscored :])
+        names, scored = self._characters, piece.text[piece.num_unscored :]
         unscored: list[dict[str, float] | None] = [None] * piece.num_unscored
         return unscored + [
             {names[id]: round(other, 7) for id, other in top} | {own: round(value, 7)}
@@ -131,8 +116,7 @@ class Form:
 
     def whole(self, pieces: list[Piece], receipt: Receipt) -> bytes | Iterator[bytes]:
         """Return the whole answer, in parts if it is large."""
-        has_more = self._body.return_token_ids or self.prompt_logprobs is not None
-        if has_more or (_size(pieces[0]) if len(pieces) == 1 else sum(map(_size, pieces))) > 1:
+        if (_size(pieces[0]) if len(pieces) == 1 else sum(map(_size, pieces))) > 1:
             return filled(self.answer(HOLE, receipt), joined(map(self._parts, pieces)))
         choices = [
             self.choice(piece, piece.text, None if piece.logprobs is None else self.logprobs(piece)) for piece in pieces
@@ -146,48 +130,13 @@ class Form:
         if piece.logprobs is not None:
             logprobs = filled(
                 TokenLogprobs(HOLE, HOLE, HOLE, HOLE),
-                list_parts(self._tokens(part.text) for part in pieces_of(piece) if part.text),
+                list_parts(list(part.text) for part in pieces_of(piece) if part.text),
                 list_parts(_values(part) for part in pieces_of(piece) if part.text),
                 list_parts(self._tops(part) for part in pieces_of(piece) if part.text),
                 list_parts(sliced(range(len(piece.text)))),
             )
             parts.append(logprobs)
-        prompt = self._prompt_of(piece)
-        if self._body.return_token_ids:
-            choice.token_ids = choice.prompt_token_ids = HOLE
-            encode, text = self._encoder.tokenizer.encode, piece.text[len(prompt) if self._body.echo else 0 :]
-            slices = (encode(text[i : i + MAX_NUMBERS]) for i in range(0, len(text), MAX_NUMBERS))
-            parts += [list_parts(slices), list_parts(sliced(prompt))]
-        if self.prompt_logprobs is not None:
-            choice.prompt_logprobs = HOLE
-            rows = self._prompt_rows(prompt, self.prompt_logprobs[piece.number // self._body.n])
-            parts.append(list_parts([row] for row in rows))
         return filled(choice, *parts)
-
-    def _prompt_of(self, piece: Piece) -> list[int]:
-        return self._prompts[piece.number // self._body.n]
-
-    def _prompt_rows(self, prompt: list[int], logprobs: Logprobs) -> Iterator[dict[str, PromptLogprob] | None]:
-        """Yield the rows of vLLM's `prompt_logprobs`: each character itself and the likeliest ones."""
-        unscored, count = len(prompt) - len(logprobs), self._body.prompt_logprobs or 0
-        yield from [None] * unscored
-        for i, own in enumerate(prompt[unscored:]):
-            ((_, top),) = logprobs.part(i, i + 1).rows()
-            places = [[id for id, _ in top].index(own), *range(len(top) if count < 0 else count)]
-            yield {
-                str(id): PromptLogprob(round(value, 7), place + 1, self._characters[id])
-                for place in places
-                for id, value in [top[place]]
-            }
-
-    def _add_ids(self, choice: Any, piece: Piece) -> None:
-        """Add the ids of its text to an event, and the ids of the prompt to a choice's first event."""
-        prompt = self._prompt_of(piece)
-        if piece.number not in self._echoed:
-            choice.prompt_token_ids = prompt
-        echoed = self._echoed.get(piece.number, len(prompt) if self._body.echo else 0)
-        choice.token_ids = self._encoder.tokenizer.encode(piece.text[echoed:])
-        self._echoed[piece.number] = max(0, echoed - len(piece.text))
 
     def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
         """Return the whole answer."""
@@ -207,8 +156,6 @@ class Form:
         event = GenerateEvent(
             piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, _is_exact(piece), usage=usage
         )
-        if self._body.return_token_ids:
-            self._add_ids(event, piece)
         return _encode(event)
 
     def end(self) -> bytes:
@@ -237,8 +184,6 @@ class CompletionForm(Form):
             usage = self.usage
         logprobs = None if piece.logprobs is None else self.logprobs(piece)
         choice = ChunkChoice(piece.number, piece.text, logprobs, piece.finish_reason, piece.seed, _is_exact(piece))
-        if self._body.return_token_ids:
-            self._add_ids(choice, piece)
         chunk = CompletionChunk(self.id, "text_completion", self.created, self.model, [choice], usage)
         if is_last and piece.finish_reason is not None and all([it.is_finished for it in self.request.generations]):
             chunk.chargpt = self.receipt
@@ -248,12 +193,6 @@ class CompletionForm(Form):
         if not self.include_usage:
             return b""
         return _encode(CompletionChunk(self.id, "text_completion", self.created, self.model, [], self.usage))
-
-
-@functools.lru_cache(maxsize=8)
-def _id_names(count: int) -> list[str]:
-    """Return vLLM's names of ids."""
-    return [f"token_id:{id}" for id in range(count)]
 
 
 def _is_exact(piece: Piece) -> bool | UnsetType:

@@ -1,50 +1,30 @@
-"""POST /generate, GET /generate and POST /v1/completions: parse, encode, submit, write."""
+"""POST /generate and POST /v1/completions: parse, encode, submit, write."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, cast
 
 import msgspec
 
 from service.http.connection.errors import invalid, shortened
-from service.http.limits.memory import PROMPT_BYTES
-from service.http.routes.candidates import best_of, exact_or_masked, infill
+from service.http.routes.candidates import best_of, infill
 from service.http.routes.forms import CompletionForm, Form
-from service.http.routes.request import NO_STORE, Request
+from service.http.routes.request import Request
 from service.http.routes.service import Service
-from service.http.routes.stream import DONE, Pieces, write_stream, write_whole
+from service.http.routes.stream import Pieces, write_stream, write_whole
 from service.http.schema.requests import CompletionRequest, GenerateRequest, GenerationRequest, Prompt
 from service.http.text.conditions import Conditions
 from service.http.text.encoding import Encoder, begun, check_ids
 from service.http.text.model import Model
-from service.http.workers.sequences import Generation, Piece
 from service.model.params import MAX_SEED
 from service.wire import Draw, Submit
 
 SUFFIX_CANDIDATES = 8  # candidates per prompt, unless the request or a limit says otherwise
-EVENT_SOURCE_END = b"done"  # id of the last event, with which EventSource reconnects
 
 
 async def generate(service: Service, request: Request) -> None:
     """Continue a text."""
     await _answer(service, request, GenerateRequest, Form)
-
-
-async def generate_events(service: Service, request: Request) -> None:
-    """Continue a text, for a browser's EventSource: always a stream, with its fields in the query."""
-    if request.fields.get(b"last-event-id") == EVENT_SOURCE_END:
-        await request.respond(b"", NO_STORE, 204)  # otherwise EventSource would reconnect for ever
-        return
-    given = request.query_fields
-    fields: dict[str, Any] = dict(given)
-    for name, count in Counter(name for name, _ in given).items():
-        if name == "stop":
-            fields[name] = [value for key, value in given if key == name]
-        elif count > 1 and name in GenerateRequest.model_fields:
-            raise invalid(name, f"given {count} times, may be given once; only stop may be repeated")
-    done = b"id: %b\n" % EVENT_SOURCE_END + DONE
-    await _answer(service, request, GenerateRequest, Form, fields | {"stream": "true"}, done)
 
 
 async def completions(service: Service, request: Request) -> None:
@@ -57,11 +37,8 @@ async def _answer(
     request: Request,
     kind: type[GenerationRequest],
     form_class: type[Form],
-    query: dict[str, Any] | None = None,
-    done: bytes = DONE,
 ) -> None:
-    """Answer a request. query: its fields, if they are not in the body."""
-    body, model = await service.read(kind, request, query)
+    body, model = await service.read(kind, request)
     given = _truncated(service, body)
     candidates = _check_limits(service, model, body, len(given))
     encoder = Encoder(service.settings, model, body)
@@ -84,23 +61,18 @@ async def _answer(
         shared.draw, candidates = _draw(service, request.client, body, prompts), 1
     submits = _submits(model, body, shared, prompts, seeds, candidates)
     await conditions.begin_records(submits)
-    scoring = _prompt_scoring(model, body, submits[::candidates])
     rankings = candidates * len(prompts) if suffix else 0
-    # For a model of records, the form of the answer also keeps the given prompt.
-    beside = 0 if model.record_end is None else PROMPT_BYTES * num_given
-    service.admit(request, submits + scoring, echo=body.echo, num_rankings=rankings, beside=beside)
+    service.admit(request, submits, echo=body.echo, num_rankings=rankings)
     echo = None
     if body.echo:
         echo = [text for prompt in prompts for text in [await encoder.decode(prompt)] * candidates]
     request.num_prompt_tokens = num_given
 
-    form = form_class(service, request, encoder, seeds, body, prompts)
+    form = form_class(service, request, encoder, seeds, body)
     pieces = _pieces(service, request, body, submits, candidates, suffix, echo)
     encoder.count_unknown()
-    if scoring:
-        pieces = _then_score(service, request, pieces, scoring, form)
     if body.stream:
-        await write_stream(request, pieces, form, service.settings.keep_alive_seconds, done)
+        await write_stream(request, pieces, form, service.settings.keep_alive_seconds)
     else:
         await write_whole(request, pieces, form)
 
@@ -141,9 +113,7 @@ def _pieces(
 ) -> Pieces:
     """Start the sequences, and return the pieces of the answer."""
     if suffix:
-        return infill(service, request, submits, body.n, candidates, suffix, echo, body.infill == "draw")
-    if body.mask_rest:
-        return exact_or_masked(service, request, submits, body.n)
+        return infill(service, request, submits, body.n, candidates, suffix, echo)
     if candidates > body.n:
         return best_of(service, request, submits, body, candidates, echo)
     default = service.settings.stream_interval_seconds
@@ -170,9 +140,6 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, count
     vocab_size = model.vocab_size
     if body.logprobs is not None and body.logprobs > vocab_size:
         raise invalid("logprobs", f"at most {vocab_size}, the size of the vocabulary, got {body.logprobs}")
-    if body.prompt_logprobs is not None and body.prompt_logprobs > vocab_size:
-        message = f"at most {vocab_size}, the size of the vocabulary, got {body.prompt_logprobs}"
-        raise invalid("prompt_logprobs", message)
     return candidates
 
 
@@ -211,9 +178,6 @@ def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, 
         logprobs=body.logprobs,
         priority=2 * body.priority,
     )
-    if body.logprob_token_ids:
-        check_ids(model, body.logprob_token_ids, "logprob_token_ids")
-        shared.logprob_ids = tuple(dict.fromkeys(body.logprob_token_ids))
     if candidates > body.n and shared.logprobs is None:
         shared.logprobs = 0  # to rank the candidates
     return shared
@@ -237,29 +201,6 @@ def _submits(
                 submit.score_from = 1 if len(prompt) > 1 and given else None
             submits.append(submit)
     return submits
-
-
-def _prompt_scoring(model: Model, body: GenerationRequest, submits: list[Submit]) -> list[Submit]:
-    """Return sequences that score prompts over the whole vocabulary, for ranks. submits: one for each prompt."""
-    if body.prompt_logprobs is None:
-        return []
-    return [
-        Submit(
-            0, it.prompt, 0, it.sampling, it.timeout_seconds,
-            logprobs=model.vocab_size, score_from=1 if len(it.prompt) > 1 else None, priority=it.priority,
-        )
-        for it in submits
-    ]  # fmt: skip
-
-
-async def _then_score(
-    service: Service, request: Request, pieces: Pieces, scoring: list[Submit], form: Form
-) -> list[Piece]:
-    complete = await (pieces.whole() if isinstance(pieces, Generation) else pieces)
-    generation = service.start(request, scoring, is_charged=True)
-    await generation.whole()
-    form.prompt_logprobs = [generation.prompt_logprobs(i) for i in range(len(scoring))]
-    return complete
 
 
 def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float], ...]:

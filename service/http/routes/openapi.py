@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 from base64 import b64encode
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import resources
@@ -28,7 +28,6 @@ from pydantic.json_schema import models_json_schema
 from service import release
 from service.http.connection.errors import Error
 from service.http.routes.files import MEDIA_TYPES, File
-from service.http.routes.generate import EVENT_SOURCE_END
 from service.http.routes.request import Request
 from service.http.routes.service import Service
 from service.http.schema import requests as b
@@ -70,11 +69,9 @@ FAILURES = {
     "`duplicate_field`, `unknown_character`, `invalid_pattern`, `unknown_field`, `unsupported_field`, "
     "`too_few_matches`, or null; `param` names the field.",
     401: "The API key is missing or invalid. Code: `invalid_api_key`.",
-    403: "A page of another site sent this, and CORS does not allow its origin. Code: `cross_site`.",
     404: "The model is not served here. Code: `model_not_found`.",
     408: "The body took too long to arrive. Code: `body_timeout`.",
     413: "The body is too large. Code: `body_too_large`.",
-    414: "The URL is too long. Code: `headers_too_large`.",
     415: "The body is declared as something other than JSON, or as compressed. Codes: `unsupported_content_type`, "
     "`unsupported_content_encoding`.",
     429: "The queue is full or the wait would be too long, code `queue_full`; requests in progress need too much "
@@ -93,7 +90,6 @@ _ERROR_HEADERS = {
 BODY = (400, 404, 408, 413, 415, 429)  # statuses of routes with a body
 RUN = (429, 503, 504)  # statuses of routes that run the model
 
-MILLISECONDS = {"type": "number", "minimum": 0}
 HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-Request-Id": ("The request's id: the client's own, or a new one", {"type": "string"}),
     "Retry-After": ("Seconds; an error during shutdown may lack it", {"type": "integer"}),
@@ -109,11 +105,6 @@ HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-Backend": ("Backend that ran the model", {"type": "string"}),
     "X-Dtype": ("Number format of the model", {"type": "string"}),
     "X-Seed": ("Seeds, one per prompt, of at most 128", {"type": "string", "pattern": "^[0-9]+(,[0-9]+)*$"}),
-    "X-Queue-Time": ("Milliseconds until a cache slot was free", MILLISECONDS),
-    "X-Prefill-Time": ("Milliseconds from the cache slot to the first character", MILLISECONDS),
-    "X-Inference-Time": ("Milliseconds of prefill and decode; not in a stream", MILLISECONDS),
-    "X-Time-Per-Token": ("Milliseconds per character after the first; not in a stream", MILLISECONDS),
-    "X-Total-Time": ("Milliseconds from the request's arrival to its answer; not in a stream", MILLISECONDS),
 }
 
 Handler = Callable[[Service, Request], Coroutine[Any, Any, None]]
@@ -150,8 +141,7 @@ class Operation:
 
     @property
     def methods(self) -> list[str]:
-        """The methods. HEAD comes with GET, unless GET runs a generation."""
-        return ["POST"] if self.request else ["GET"] if self.events else ["GET", "HEAD"]
+        return ["POST"] if self.request else ["GET", "HEAD"]
 
 
 def build_document(
@@ -253,9 +243,6 @@ def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings
     if operation.request is not None:
         body = _json(operation.request.__name__, examples=_request_examples(operation.request, schemas))
         described["requestBody"] = {"required": True, "content": body}
-    elif operation.events:
-        described["parameters"] += _query_parameters(schemas["GenerateRequest"]["properties"])
-        responses["204"] = _response("The stream has ended: EventSource stops reconnecting.")
     if "{model}" in operation.path:
         schema = {"type": "string", "examples": [model]}
         described["parameters"].append(
@@ -278,7 +265,6 @@ def _event_stream(events: tuple[type[msgspec.Struct], ...]) -> dict[str, Any]:
             "type": "object",
             "properties": {
                 "data": {"type": "string", "anyOf": [{"const": "[DONE]"}, data]},
-                "id": {"const": EVENT_SOURCE_END.decode()},
             },
             "required": ["data"],
         },
@@ -339,7 +325,7 @@ def _in_vocabulary(value: Any, tokenizer: CharTokenizer) -> Any:
 
 TEXTS = {
     "prompt", "suffix", "choice", "allowed_characters", "allowed_token_ids", "stop_token_ids", "bad_words",
-    "logit_bias", "logprob_token_ids", "texts", "prefix", "continuations", "tokens", "text",
+    "logit_bias", "texts", "prefix", "continuations", "tokens", "text",
 }  # fmt: skip
 Bounds = dict[str, dict[str, int]]  # by type: string, integer, object, ids (a list of ids), array
 
@@ -366,7 +352,6 @@ def _add_limits(
         "logit_bias": {"integer": id, "object": {"maxProperties": V}, "pairs": {"maxItems": V}},
         "max_tokens": {"integer": tokens}, "min_tokens": {"integer": tokens},
         "n": {"integer": count}, "best_of": {"integer": count}, "seed": {"ids": {"maxItems": most}},
-        "logprob_token_ids": {"integer": id}, "prompt_logprobs": {"integer": {"maximum": V}},
         "logprobs": {"integer": {"maximum": V}}, "regex": {"string": pattern}, "stop_regex": {"string": pattern},
         **dict.fromkeys(("texts", "continuations"), {"array": {"maxItems": texts}}),
     }  # fmt: skip
@@ -408,20 +393,6 @@ def _bound(schema: dict[str, Any], bounds: Bounds) -> None:
     for part in (*schema.get("anyOf", ()), *schema.get("prefixItems", ()), items):
         if part:
             _bound(part, bounds)
-
-
-def _query_parameters(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return the parameters of GET /generate: the fields of POST /generate that a query can hold."""
-    for name, field in fields.items():
-        # The first branch of each field is the plain one, but a query can have several stops.
-        schema = field["anyOf"][1 if name == "stop" else 0]
-        is_plain = name == "stop" or schema.get("type", "object") not in ("array", "object")
-        if name in ("stream", "prompt_logprobs") or not is_plain:
-            continue
-        schema = schema | {key: field[key] for key in ("default", "examples") if key in field}
-        yield {"name": name, "in": "query", "description": field["description"], "schema": schema}
-    description = "id of the last event received, which EventSource sends when it reconnects; done: 204"
-    yield {"name": "Last-Event-ID", "in": "header", "description": description, "schema": {"type": "string"}}
 
 
 # -- /openapi.json and /docs --

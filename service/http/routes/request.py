@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
@@ -40,7 +39,7 @@ class Request:
     __slots__ = (
         "id", "method", "path", "query", "fields", "route", "is_quiet", "parameter", "started_at", "arrived_at",
         "content", "num_body_bytes", "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens",
-        "generations", "num_answering", "future", "client_left", "is_gone", "status", "limit", "_receive", "_send",
+        "generations", "future", "client_left", "is_gone", "status", "limit", "_receive", "_send",
         "_watch", "__weakref__",
     )  # fmt: skip
 
@@ -62,8 +61,7 @@ class Request:
         self.timeout_seconds: float | None = None  # its own time limit
         self.ignored_fields: list[str] = []  # unknown ones
         self.num_prompt_tokens: int | None = None  # None: it does not run the model
-        self.generations: list[Generation] = []
-        self.num_answering = 1  # the first ones of these, which give the answer or candidates for it
+        self.generations: list[Generation] = []  # the first gives the answer, or candidates for it
         self.future: asyncio.Future[Any] | None = None  # the result that a thread computes
         self.client_left = False  # before the answer and its sequences were complete
         self.is_gone = False  # True once the client has left
@@ -117,13 +115,8 @@ class Request:
         return self.lease.model
 
     @property
-    def answering(self) -> list[Generation]:
-        """The generations that give the answer."""
-        return self.generations[: self.num_answering]
-
-    @property
     def num_completion_tokens(self) -> int:
-        return sum([it.num_completion_tokens for it in self.answering])
+        return self.generations[0].num_completion_tokens if self.generations else 0
 
     @property
     def num_run_characters(self) -> int:
@@ -137,9 +130,7 @@ class Request:
     @property
     def endings(self) -> dict[str, int]:
         """Number of sequences of the answer by finish reason."""
-        if len(self.answering) == 1:
-            return self.answering[0].endings
-        return dict(sum((Counter(it.endings) for it in self.answering), Counter()))
+        return self.generations[0].endings if self.generations else {}
 
     # -- its end --
 

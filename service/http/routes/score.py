@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator
 
 from msgspec import UNSET
@@ -183,5 +182,5 @@ async def _send(request: Request, content: ScoreAnswer | NextAnswer, items: Iter
     """Send `content`. items: the parts of each item, which fill its hole."""
     headers = {}
     if content.chargpt is not UNSET:
-        headers = receipt_headers(content.chargpt, time.monotonic() - request.arrived_at)
+        headers = receipt_headers(content.chargpt)
     await send_json(request, filled(content, joined(items)), headers)

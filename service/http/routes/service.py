@@ -12,7 +12,7 @@ from service.http.limits.clients import ClientLimits
 from service.http.limits.memory import PROMPT_BYTES, Ledger, estimate, size_of, too_much
 from service.http.routes.request import Request
 from service.http.schema.answers import Receipt, Timing
-from service.http.schema.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, parse, read
+from service.http.schema.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, read
 from service.http.schema.requests import ModelRequest
 from service.http.text.encoding import Encoder
 from service.http.text.model import Model
@@ -119,10 +119,8 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return models[name]
 
-    async def read(
-        self, kind: type[AnyRequest], request: Request, query: dict[str, Any] | None = None
-    ) -> tuple[AnyRequest, Model]:
-        """Parse a JSON body or the fields of a query, and return them with the model.
+    async def read(self, kind: type[AnyRequest], request: Request) -> tuple[AnyRequest, Model]:
+        """Parse a JSON body, and return it with the model.
 
         The memory reserved for the body is replaced by that of its fields. Large bodies are parsed one after the other,
         because parsing takes up to 20 times the body's size on top.
@@ -130,9 +128,7 @@ class Service:
         Raises ApiError: 400, a field is invalid, or unknown and refused; otherwise as `hold` and `find`.
         """
         body: AnyRequest
-        if query is not None:
-            body = parse(kind, query, is_query=True)
-        elif request.num_body_bytes <= LARGE_BODY_BYTES:
+        if request.num_body_bytes <= LARGE_BODY_BYTES:
             body = read(kind, request.body)
         else:
             content, request.content = request.body, bytearray()  # keep one copy while it waits
@@ -151,7 +147,6 @@ class Service:
             request.limit_time(self.timeout(body.timeout_seconds))
         model = self.find(body.model)
         request.lease.use(model)
-        request.lease.cache_salt = body.cache_salt or ""
         return body, model
 
     def hold(self, request: Request, body: Any, num_ids: int = 0) -> None:
@@ -197,10 +192,8 @@ class Service:
             raise too_much(needed, len(submits), limit)
         lease.take(total, _num_characters(submits) if self.limits.has_any else 0, len(submits))
 
-    def start(self, request: Request, submits: list[Submit], *, is_charged: bool = False, **options: Any) -> Generation:
+    def start(self, request: Request, submits: list[Submit], **options: Any) -> Generation:
         """Run sequences of an admitted request. `options` are those of EngineClient.start.
-
-        is_charged: the sequences are charged already, together with earlier ones of the request.
 
         Raises ApiError: 503, no worker is connected.
         """
@@ -209,11 +202,10 @@ class Service:
         assert model is not None
         weight = self.limits.of(client).weight
         # Without keys all callers are trusted alike, and an address is no identity. A client's name has no space.
-        owner = "" if self.settings.api_keys_file is None else client
-        group = f"{owner} {lease.cache_salt}"
+        group = "" if self.settings.api_keys_file is None else client
         for submit in submits:
             submit.request_id, submit.client, submit.weight, submit.reuse_group = request.id, client, weight, group
-        if is_accepted and not is_charged:  # follow-up sequences of an accepted request are accepted too
+        if is_accepted:  # follow-up sequences of an accepted request are accepted too
             lease.charge(_num_characters(submits), len(submits), must_wait=False)
         generation = self.client.start(model, submits, request.arrived_at, is_accepted=is_accepted, **options)
         generation.timeout_name = self.timeout_name(request)

@@ -37,7 +37,7 @@ Pieces = Generation | Coroutine[Any, Any, list[Piece]]  # a coroutine: nothing c
 async def write_whole(request: Request, pieces: Pieces, form: Form) -> None:
     complete = await (pieces.whole() if isinstance(pieces, Generation) else pieces)
     receipt = form.receipt
-    headers = receipt_headers(receipt, time.monotonic() - request.arrived_at)
+    headers = receipt_headers(receipt)
     parts = form.whole(complete, receipt)
     if isinstance(parts, bytes):
         await request.respond(parts, JSON | headers)
@@ -85,9 +85,9 @@ class EventStream:
         del self._comments  # a reference cycle
 
 
-async def write_stream(request: Request, pieces: Pieces, form: Form, silent_seconds: float, done: bytes = DONE) -> None:
-    """Write server-sent events, closed by `done`. The first piece, or its failure, decides the status."""
-    stream = EventStream(request, lambda: receipt_headers(form.receipt, None), silent_seconds)
+async def write_stream(request: Request, pieces: Pieces, form: Form, silent_seconds: float) -> None:
+    """Write server-sent events, closed by DONE. The first piece, or its failure, decides the status."""
+    stream = EventStream(request, lambda: receipt_headers(form.receipt), silent_seconds)
     try:
         if isinstance(pieces, Generation):
             async for some in pieces.stream():
@@ -101,7 +101,7 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, silent_seco
         end = error.body
     finally:
         stream.close()
-    await stream.write((event(end) if end else b"") + done, is_last=True)
+    await stream.write((event(end) if end else b"") + DONE, is_last=True)
 
 
 async def _write_pieces(stream: EventStream, form: Form, pieces: list[Piece]) -> None:
@@ -142,20 +142,8 @@ async def send_json(request: Request, parts: Iterable[bytes], headers: Headers |
         await request.respond(bytes(body), headers)
 
 
-def receipt_headers(receipt: Receipt, total_seconds: float | None) -> Headers:
-    """Return times in milliseconds under the names of text-generation-inference.
-
-    The times of the end need `total_seconds`, because the headers of a stream go out before.
-    """
-    timing = receipt.timing
+def receipt_headers(receipt: Receipt) -> Headers:
     headers = {"x-checkpoint": receipt.checkpoint_sha256, "x-backend": receipt.backend, "x-dtype": receipt.dtype}
     if 0 < len(receipt.seeds) <= MAX_HEADER_SEEDS:
         headers["x-seed"] = ",".join(map(str, receipt.seeds))
-    headers["x-queue-time"] = f"{1000 * timing.queue_seconds:.3f}"
-    headers["x-prefill-time"] = f"{1000 * timing.prefill_seconds:.3f}"
-    if total_seconds is not None:
-        headers["x-inference-time"] = f"{1000 * (timing.prefill_seconds + timing.decode_seconds):.3f}"
-        headers["x-total-time"] = f"{1000 * total_seconds:.3f}"
-        if timing.seconds_per_character is not None:
-            headers["x-time-per-token"] = f"{1000 * timing.seconds_per_character:.3f}"
     return headers

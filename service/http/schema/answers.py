@@ -86,25 +86,7 @@ class TokenLogprobs(msgspec.Struct):
     text_offset: Annotated[list[int], about("of each character in the choice's text")]
 
 
-class PromptLogprob(msgspec.Struct):
-    """A character at a position of the prompt, as vLLM reports it."""
-
-    logprob: float
-    rank: Annotated[int, about("rank in the whole vocabulary: 1 is the likeliest")]
-    decoded_token: Annotated[str, about("the character")]
-
-
-TokenIds = Annotated[list[int] | UnsetType, about("of the text, without an echoed prompt; with return_token_ids")]
-PromptTokenIds = Annotated[
-    list[int] | UnsetType, about("of the prompt, in the first event of a choice; with return_token_ids")
-]
-PromptLogprobs = Annotated[
-    list[dict[str, PromptLogprob] | None] | UnsetType,
-    about("by id, of each character of the prompt; null: the first of a document. With prompt_logprobs"),
-]
-
-
-IsExact = Annotated[bool | UnsetType, about("with `exact`: false if the mask gave this answer")]
+IsExact = Annotated[bool | UnsetType, about("true, with `exact`")]
 
 
 class GenerateChoice(msgspec.Struct):
@@ -116,9 +98,6 @@ class GenerateChoice(msgspec.Struct):
     seed: ChoiceSeed
     logprobs: Annotated[TokenLogprobs | UnsetType, about("if requested")] = UNSET
     exact: IsExact = UNSET
-    token_ids: TokenIds = UNSET
-    prompt_token_ids: PromptTokenIds = UNSET
-    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class GenerateAnswer(msgspec.Struct):
@@ -140,8 +119,6 @@ class GenerateEvent(msgspec.Struct):
     seed: ChoiceSeed
     logprobs: Annotated[TokenLogprobs | UnsetType, about("of these characters, if requested")] = UNSET
     exact: IsExact = UNSET
-    token_ids: TokenIds = UNSET
-    prompt_token_ids: PromptTokenIds = UNSET
     usage: Annotated[Usage | UnsetType, about("so far, with continuous_usage_stats")] = UNSET
 
 
@@ -163,15 +140,12 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: StreamedFinishReason
     seed: ChoiceSeed
     exact: IsExact = UNSET
-    token_ids: TokenIds = UNSET
-    prompt_token_ids: PromptTokenIds = UNSET
 
 
 class CompletionChoice(ChunkChoice):
     """One text, as in OpenAI's API; `seed` is added."""
 
     finish_reason: FinishReason
-    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class Completion(msgspec.Struct):

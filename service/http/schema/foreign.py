@@ -48,6 +48,12 @@ REFUSED_FIELDS: dict[str, str] = {
         "logits_processors": "no code of clients runs here",
         "messages": "there is no chat: give prompt",
         "prompt_embeds": "a prompt is text or ids",
+        "prompt_logprobs": "use echo with logprobs, or /v1/score",
+        "logprob_token_ids": "use logprobs, or /v1/next, which reports every character",
+        "return_tokens_as_token_ids return_token_ids": "/tokenize gives the ids of a text",
+        "cache_salt": "give each user an API key, as prompts are reused within a key alone",
+        "infill": "with suffix, the likeliest answers are given",
+        "mask_rest": "ask for the missing answers without exact",
     }.items()
     for name in names.split()
 }
@@ -55,6 +61,7 @@ REFUSED_FIELDS: dict[str, str] = {
 _NEUTRAL: dict[str, Any] = {
     "do_sample": True, "detokenize": True, "length_penalty": 1, "num_beams": 1, "num_beam_groups": 1,
     "response_format": {"type": "text"}, "truncation_side": "left", "encoder_repetition_penalty": 1,
+    "infill": "best",
 }  # fmt: skip
 # Names of a field in other APIs. They are refused unless the field itself is given too.
 OTHER_NAMES = {
@@ -81,7 +88,8 @@ def generation_fields(data: dict[str, Any]) -> dict[str, Any]:
         data = {name: value for name, value in data.items() if name != "structured_outputs"} | kinds
     for name in [name for name in data if name in REFUSED_FIELDS]:
         value, neutral = data[name], _NEUTRAL.get(name)
-        is_given = bool(value) or (value == {} and "json" in name)  # of a schema, {} is any JSON
+        # Of a schema, {} is any JSON. prompt_logprobs 0 reports something too.
+        is_given = bool(value) or (value == {} and "json" in name) or (value == 0 and name == "prompt_logprobs")
         if value is False if neutral is True else is_given and value != neutral:
             message = "not supported here, and not ignored, as it would change the answer; "
             raise invalid(name, message + REFUSED_FIELDS[name], "unsupported_field")

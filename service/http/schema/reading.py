@@ -45,7 +45,6 @@ EXPECTED = {
     "logit_bias": "an object of biases (-100 to 100) by character or id, or a list of [character or id, bias] pairs",
     "texts": "a text or a list of texts",
     "stop_token_ids": f"a list of at most {b.MAX_STOPS} ids",
-    "logprob_token_ids": f"a list of at most {b.MAX_LOGPROB_IDS} ids",
     "allowed_token_ids": f"a list of 1 to {b.MAX_BIASES} ids",
     "bad_words": f"a list of at most {b.MAX_BAD_WORDS} texts of 1 to 100 characters each",
 }

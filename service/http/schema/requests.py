@@ -7,7 +7,7 @@ model or the settings.
 from __future__ import annotations
 
 import operator
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -31,7 +31,6 @@ MAX_CHOICES = 1000
 MAX_STOPS = 16
 MAX_BIASES = 10_000
 MAX_BAD_WORDS = 256
-MAX_LOGPROB_IDS = 128
 MAX_ID = 2**31 - 1
 MAX_SEQUENCES = 10_000  # maximum of a request, whatever the server's limit
 MAX_ATTENTION_CHARACTERS = 256
@@ -48,7 +47,6 @@ ChoiceString = Annotated[Text, Field(min_length=1, max_length=1000)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Id = Annotated[int, Field(ge=0, le=MAX_ID)]
 StopIds = Annotated[List[Id], Field(max_length=MAX_STOPS)]
-LogprobIds = Annotated[List[Id], Field(max_length=MAX_LOGPROB_IDS)]
 AllowedIds = Annotated[List[Id], Field(min_length=1, max_length=MAX_BIASES)]
 BadWord = Annotated[Text, Field(min_length=1, max_length=100)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
@@ -146,9 +144,6 @@ class ModelRequest(Body):
     """a client's requests in the queue start in order of priority, lowest number first, then of arrival"""
     timeout_seconds: float | None = _field(None, 30, gt=0, le=86_400)
     """time limit for waiting and running together; the server's own limit applies if it is lower"""
-    cache_salt: str | None = _field(None, "user-7", min_length=1, max_length=1000)
-    """a prompt's beginning is copied only from requests with the same API key and the same salt, so that no time tells
-    one user what another asks; the text stays the same"""
     strict: bool | None = _field(None, True)
     """refuse the request if it has unknown fields; otherwise they are ignored, and named in the header
     X-Ignored-Fields. Default: the server's setting"""
@@ -182,11 +177,7 @@ class GenerationRequest(ModelRequest):
     """use only the last this many characters of each prompt; -1: as many as are accepted"""
     suffix: Text | None = _field(None, "\n\nJULIET:")
     """text that follows the answer (infill): `best_of` candidates are sampled and cut where the suffix is likely to
-    begin. `infill` chooses among them by the likelihood of the suffix after each"""
-    infill: Literal["best", "draw"] = _field("best", "draw")
-    """with `suffix`: answer with the candidates after which the suffix is likeliest, or draw each answer in proportion
-    to that likelihood. The more candidates there are, the closer a drawn answer comes to a draw from the model's
-    distribution of the text between prompt and suffix"""
+    begin. Those after which the suffix is likeliest are the answers"""
     max_tokens: int = _field(16, 80, ge=0)
     """maximum number of characters to generate. The default is lowered to the server's limit"""
     min_tokens: int = _field(0, 20, ge=0)
@@ -251,20 +242,9 @@ class GenerationRequest(ModelRequest):
     """with `exact`: candidates that an answer may cost. Default: the server's limit"""
     max_candidate_characters: int | None = _field(None, 100_000, ge=1, le=MAX_ID)
     """with `exact`: characters of candidates that an answer may cost. Default: the server's limit"""
-    mask_rest: bool = _field(False, True)
-    """with `exact`: where too few candidates match, use the mask for the other answers, instead of an error"""
     logprobs: int | None = _field(None, 3, ge=0)
     """report the log-probability of each character under the unmodified model, and of this many of the likeliest; at
     most the size of the vocabulary"""
-    logprob_token_ids: LogprobIds | None = _field(None, [1, 2])
-    """with `logprobs`: report the log-probabilities of these ids instead of the likeliest; not with `echo`"""
-    prompt_logprobs: int | None = _field(None, 1, ge=-1)
-    """report of each character of the prompt its log-probability and rank, and those of this many of the likeliest;
-    -1: of all. Not of a stream"""
-    return_tokens_as_token_ids: bool = _field(False, True)
-    """with `logprobs`: name each character by its id, `token_id:5`"""
-    return_token_ids: bool = _field(False, True)
-    """report the ids of the prompt and of the text after it"""
     echo: bool = _field(False, True)
     """begin the answer with the prompt, and its log-probabilities if requested"""
     stream: bool = _field(False, True)
@@ -283,18 +263,12 @@ class GenerationRequest(ModelRequest):
         for name, other, reason in _CONFLICTS if len(given) > 1 else ():
             if name in given and other in given:
                 raise invalid(name, f"cannot be combined with {other}{reason}")
-        if self.logprob_token_ids and (self.logprobs is None or self.echo):
-            raise invalid("logprob_token_ids", "cannot be combined with echo" if self.echo else "needs logprobs")
         if "stream_options" in self.model_fields_set and not self.stream:
             raise invalid("stream_options", "needs stream")
-        if self.infill != "best" and not self.suffix:
-            raise invalid("infill", "needs suffix")
-        if self.prompt_logprobs is not None and self.stream:
-            raise invalid("prompt_logprobs", "cannot be streamed")
         if self.exact:
             self._check_exact()
         else:
-            for name in ("max_candidates", "max_candidate_characters", "mask_rest"):
+            for name in ("max_candidates", "max_candidate_characters"):
                 if getattr(self, name):
                     raise invalid(name, "needs exact")
         if self.min_tokens > self.max_tokens:

@@ -126,7 +126,7 @@ def too_few(draw: Draw, drawn: Drawn | None) -> ApiError:
         near = f"the nearest of {rest} lacked {plural(drawn.nearest, 'character')} of a match, {near}"
     message = (
         f"{_tried(drawn)} ({plural(drawn.characters, 'character')}), {draw.answers} must: {near}; loosen the "
-        "condition, raise max_candidates or max_candidate_characters, or set mask_rest"
+        "condition or raise max_candidates or max_candidate_characters"
     )
     return ApiError(400, message, param="exact", code="too_few_matches")
 
@@ -157,7 +157,6 @@ class Generation:
     """
 
     timeout_name = "its time limit"  # its name in errors
-    may_lack_answers = False  # True: a draw with too few answers is not a failure
 
     def __init__(
         self,
@@ -227,7 +226,15 @@ class Generation:
 
     @property
     def timing(self) -> Timing:
-        return timing_of([self])
+        """The longest times of a sequence, and the mean time per character."""
+        every = self.sequences
+        later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # all characters except each first one
+        return Timing(
+            round(max([it.queue_seconds or 0.0 for it in every]), 6),
+            round(max([it.prefill_seconds for it in every]), 6),
+            round(max([it.decode_seconds for it in every]), 6),
+            round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
+        )
 
     async def whole(self) -> list[Piece]:
         """Return each sequence's text in one piece, ordered by number. Requires `interval` to be None."""
@@ -351,7 +358,7 @@ class Generation:
         draw = sequence.submit.draw
         if self._failure is None and reason in FAILURES:
             self._failure = self._failed(sequence, reason)
-        elif self._failure is None and draw is not None and not self.may_lack_answers:
+        elif self._failure is None and draw is not None:
             self._failure = too_few(draw, sequence.drawn) if sequence.num_answers < draw.answers else None
         self._metrics.sequence_ended(sequence.num_completion_tokens)
         self._client.count(self.model, reason)
@@ -426,24 +433,3 @@ class Generation:
             metrics.ended.add((now - self._arrived_at, decode, prefill + decode))
             if sequence.num_completion_tokens > 1:
                 metrics.paced.add((decode / (sequence.num_completion_tokens - 1),))
-
-
-def timing_of(generations: list[Generation]) -> Timing:
-    """Return the times of consecutive generations: the first one's queue, and the sums of the longest other times."""
-    every = [it for generation in generations for it in generation.sequences]
-    if len(every) == 1:
-        (it,) = every
-        count = it.num_completion_tokens - 1
-        return Timing(
-            round(it.queue_seconds or 0.0, 6),
-            round(it.prefill_seconds, 6),
-            round(it.decode_seconds, 6),
-            round(it.decode_seconds / count, 9) if count > 0 else None,
-        )
-    later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # all characters except each first one
-    return Timing(
-        round(max([it.queue_seconds or 0.0 for it in generations[0].sequences]), 6),
-        round(sum([max([it.prefill_seconds for it in each.sequences]) for each in generations]), 6),
-        round(sum([max([it.decode_seconds for it in each.sequences]) for each in generations]), 6),
-        round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
-    )
