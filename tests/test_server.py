@@ -115,22 +115,19 @@ def test_content_types(server, given, page, status):
                 assert "must be application/json" in error["message"] and (given or "''") in error["message"]
 
 
-SURROGATES = [
-    (b'{"prompt": "ab\\ud800"}', "U+D800 at byte 14"),
-    (b'{"prompt": "\\ud83d\\ude42\\uDE42"}', "U+DE42 at byte 24"),
-    (b'{"prompt": "\\\\ud83d\\\\\\ud83dx"}', "U+D83D at byte 21"),
-    (b'{"user": "\xed\xa0\x80"}', "U+D800 at byte 10"),
-]
-
-
-@pytest.mark.parametrize(("body", "what"), SURROGATES)
-def test_a_lone_surrogate_is_named_with_its_place(server, body, what):
-    message = f"body is not valid JSON: {what} is a lone surrogate, half of a pair and not a character"
-    large = b'{"stop": ["' + b"x" * 70_000 + b'"], ' + body[1:]
-    moved = message.replace(what.split()[-1], str(int(what.split()[-1]) + len(large) - len(body)))
-    for content, expected in ((body, message), (large, moved)):
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"prompt": "ab\ud800"}', rb'{"prompt": "\ud83d\ude42\uDE42"}', rb'{"prompt": "\\ud83d\\\ud83dx"}',
+        b'{"user": "\xed\xa0\x80"}',
+    ],
+)  # fmt: skip
+def test_a_lone_surrogate_is_no_character(server, body):
+    """It cannot be encoded in an answer."""
+    for content in (body, b'{"stop": ["' + b"x" * 200_000 + b'"], ' + body[1:]):
         error = web.post(f"{server.url}/generate", content=content).json()["error"]
-        assert (error["message"], error["code"]) == (expected, "invalid_json")
+        assert (error["param"], error["code"]) == (None, "invalid_json")
+        assert error["message"].startswith("body is not valid JSON: ")
 
 
 def test_info_has_no_paths_of_the_trainer():

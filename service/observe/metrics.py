@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-from bisect import bisect_left
-from collections import Counter as Occurrences
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import repeat
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
+import numpy as np
 import prometheus_client
 from prometheus_client import CollectorRegistry, values
 
@@ -65,15 +63,11 @@ class Histogram:
 
     def observe_all(self, amounts: Sequence[float], counts: Sequence[int] | None = None) -> None:
         """Record many observations, each `counts` times or once."""
-        buckets = list(map(bisect_left, repeat(self._bounds), amounts))
-        total, increases = sum(amounts), Occurrences(buckets)
-        if counts is not None:
-            for bucket, amount, count in zip(buckets, amounts, counts, strict=True):
-                increases[bucket] += count - 1
-                total += amount * (count - 1)
-        self._child._sum.inc(total)
-        for bucket, count in increases.items():
-            self._child._buckets[bucket].inc(count)
+        weights = np.ones(len(amounts)) if counts is None else np.array(counts, float)
+        self._child._sum.inc(float(weights @ np.array(amounts, float)))
+        increases = np.bincount(np.searchsorted(self._bounds, amounts), weights)
+        for bucket in increases.nonzero()[0]:
+            self._child._buckets[bucket].inc(float(increases[bucket]))
 
 
 class Records:
@@ -225,14 +219,14 @@ class ModelMetrics(_Series):
         self.begun = records(self.time_to_first_token, self.request_first_decode_time)
         self.ended = records(self.e2e_request_latency, self.request_decode_time, self.request_inference_time)
         self.paced = records(self.request_time_per_output_token)
-        self._prompts, self._completions = records(self.request_prompt_tokens), records(self.request_generation_tokens)
+        self._prompts = records(self.request_prompt_tokens)
 
     def prompt_ran(self, length: int) -> None:
         self.prompt_tokens.inc(length)
         self._prompts.add((length,))
 
-    def sequence_ended(self, length: int) -> None:
-        self._completions.add((length,))
+    def sequence_ended(self, length: int, count: int = 1) -> None:
+        self.request_generation_tokens.observe(length, count)
 
 
 Buffered = TypeVar("Buffered", Histogram, Counter, Gauge, Records)

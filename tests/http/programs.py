@@ -20,12 +20,12 @@ COUNTS = """
 import gc, json, tracemalloc
 from service import server
 from service.http import app
-from service.http.connection import pause
+from service.http.connection import turns
 from service.http.routes.openapi import Operation
 from service.http.limits.memory import Lease
 
 counts = {"of_one": 0, "of_all": 0, "pauses": 0}
-hold, if_due = Lease.hold, pause.Pause.if_due
+hold, if_due = Lease.hold, turns.Pause.if_due
 
 def counted_hold(lease, bytes, num_sequences=1):
     hold(lease, bytes, num_sequences)
@@ -56,7 +56,8 @@ async def traced(service, request):
     await answer(request)
     tracemalloc.reset_peak()
 
-Lease.hold, pause.Pause.if_due, pause.BUSY_SECONDS = counted_hold, counted_pause, 0.0
+Lease.hold, turns.Pause.if_due, turns.SLICE_SECONDS = counted_hold, counted_pause, 0.0
+turns.FREE_SECONDS = 0.0
 own = [Operation(f"/{it.__name__}", it, "counts", "operation") for it in (counted, traced)]
 app.OPERATIONS = (*app.OPERATIONS, *own)
 server.relax_garbage_collector = gc.disable

@@ -1,11 +1,10 @@
-"""Pauses of long work, and a large answer whose client is gone."""
+"""Turns of long work, and a large answer whose client is gone."""
 
 import asyncio
 
 import pytest
 
-from service.http.connection import pause
-from service.http.connection.pause import Pause
+from service.http.connection import turns
 from service.http.routes.stream import send_json
 
 pytestmark = pytest.mark.anyio
@@ -16,6 +15,8 @@ async def test_a_large_answer_ends_when_its_client_is_gone():
 
     class Leaving:
         """What of a Request writes an answer."""
+
+        client = "client"
 
         @property
         def is_gone(self):
@@ -36,22 +37,56 @@ async def test_a_large_answer_ends_when_its_client_is_gone():
     assert written and len(encoded) < 70
 
 
-async def test_of_long_works_one_goes_on_in_a_turn_and_each_in_its_own(monkeypatch):
-    monkeypatch.setattr(pause, "BUSY_SECONDS", 0.0)
-    steps = []
+async def until(condition):
+    """Returns the number of iterations of the loop until the condition holds."""
+    for count in range(1000):
+        if condition():
+            return count
+        await asyncio.sleep(0)
+    raise AssertionError("it never holds")
+
+
+async def test_of_long_work_one_slice_runs_and_then_short_work_alone(monkeypatch):
+    monkeypatch.setattr(turns, "SLICE_SECONDS", 0.0)  # each part is a slice
+    steps, iterations = [], 0
+
+    async def work(name, client):
+        for _ in range(2):
+            await turns.wait_for_turn(client)
+            steps.append((name, iterations))
+
+    tasks = [asyncio.create_task(work(name, name[0])) for name in ("a1", "a2", "a3", "b1", "c1")]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        iterations += 1
+    names, places = zip(*steps, strict=True)
+    assert names == ("a1", "a1", "b1", "c1", "a2", "b1", "c1", "a3", "a2", "a3")  # clients in turn
+    gaps = [later - earlier for earlier, later in zip(places, places[1:], strict=False)]
+    assert min(gaps) > turns.REST_TURNS
+
+
+async def test_work_that_is_cancelled_leaves_its_turn_to_others(monkeypatch):
+    monkeypatch.setattr(turns, "SLICE_SECONDS", 0.0)
+    done = []
 
     async def work(name):
-        own = Pause()
-        for _ in range(3):
-            steps.append(name)
-            await own.if_due()
+        await turns.wait_for_turn("client")
+        done.append(name)
 
-    a, b, c = tasks = [asyncio.create_task(work(name)) for name in "abc"]
+    tasks = {name: asyncio.create_task(work(name)) for name in "abcd"}
     await asyncio.sleep(0)
-    assert steps == ["a", "b", "c"]
-    b.cancel()
-    while not all(task.done() for task in tasks):
-        before = len(steps)
-        await asyncio.sleep(0)
-        assert len(steps) <= before + 1
-    assert steps == ["a", "b", "c", "a", "c", "a", "c"]
+    assert done == ["a"]
+    tasks["b"].cancel()  # while it waits
+    await until(lambda: turns._lines[asyncio.get_running_loop()]._waiting == {})
+    tasks["c" if "c" not in done else "d"].cancel()  # perhaps when its turn has just come
+    await until(lambda: all(task.done() for task in tasks.values()))
+    assert done in (["a", "c"], ["a", "d"], ["a", "c", "d"])
+    await turns.wait_for_turn("another")
+
+
+async def test_short_work_needs_no_turn(monkeypatch):
+    monkeypatch.setattr(turns, "FREE_SECONDS", 1e9)
+    pause = turns.Pause("client")
+    for _ in range(100):
+        await pause.if_due()
+    assert asyncio.get_running_loop() not in turns._lines

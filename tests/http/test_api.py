@@ -444,17 +444,13 @@ def test_unknown_fields_are_named_and_refused_on_request(client, post):
 
 
 @pytest.mark.parametrize("size", [0, 70_000])
-def test_a_body_that_parsers_read_differently_is_refused(client, size):
-    """A proxy that checks max_tokens may take the first of two, this service the last."""
+def test_a_body_is_json(client, size):
+    """Of a repeated name, the last value counts, as in Python's parser and JavaScript's."""
     rest = b'"prompt": "a", "metadata": "%b"' % (b"m" * size)
-    for given, param, reason in (
-        (b'"max_tokens": 1, "max_tokens": 2', "max_tokens", "duplicate_field"),
-        (b'"max_tokens": 1, "user": {"a": 1, "a": 2}', "a", "duplicate_field"),
-        (b'"max_tokens": 1, "user": NaN', None, "invalid_json"),
-    ):
-        response = client.post("/generate", content=b"{%b, %b}" % (given, rest))
-        error = response.json()["error"]
-        assert (response.status_code, error["param"], error["code"]) == (400, param, reason)
+    twice = client.post("/generate", content=b'{"max_tokens": 1, "max_tokens": 2, %b}' % rest).json()
+    assert twice["usage"]["completion_tokens"] == 2
+    error = client.post("/generate", content=b'{"user": NaN, %b}' % rest).json()["error"]
+    assert (error["param"], error["code"]) == (None, "invalid_json")
 
 
 def test_a_compressed_body_is_refused_by_its_coding(client):
@@ -780,7 +776,7 @@ def test_a_truncated_prompt_is_its_last_characters(client, post):
     assert post("/generate", prompt="there", truncate_prompt_tokens=50, **options)["choices"] == short["choices"]
     empty = post("/generate", prompt="", **options)["choices"]
     assert post("/generate", prompt="there", truncate_prompt_tokens=0, **options)["choices"] == empty
-    for long in ("a" * 150_000 + "b", ids := [VOCABULARY.index(it) for it in "a" * 150_000 + "b"], [ids]):
+    for long in ("a" * 120_000 + "b", ids := [VOCABULARY.index(it) for it in "a" * 120_000 + "b"], [ids]):
         cut = post("/v1/completions", prompt=long, truncate_prompt_tokens=-1, max_tokens=0, echo=True)
         assert cut["usage"]["prompt_tokens"] == 100_000 and cut["choices"][0]["text"] == "a" * 99_999 + "b"
     assert rejection(client, "/generate", prompt="a", truncate_prompt_tokens=-2)["param"] == "truncate_prompt_tokens"

@@ -1,6 +1,5 @@
 """Sampling parameters are stated once: the HTTP schema and the frame follow from service/model/params.py."""
 
-import asyncio
 import itertools
 import json
 
@@ -9,10 +8,9 @@ import pytest
 
 from service.http.connection.errors import ApiError
 from service.http.schema.foreign import FOREIGN_FIELDS, MAX_UNKNOWN_FIELDS, OTHER_NAMES, REFUSED_FIELDS
-from service.http.schema.reading import BodyReader, read
+from service.http.schema.reading import read
 from service.http.schema.requests import CompletionRequest, GenerateRequest
 from service.model.params import SAMPLING_META, SamplingParams
-from service.settings import Settings
 from service.wire import Submit
 
 
@@ -41,12 +39,11 @@ def test_fields_of_other_apis_are_ignored_or_their_name_here_is_given():
 
 
 def test_a_field_that_would_change_the_answer_is_refused_by_name():
-    reader = BodyReader(Settings())
     for kind, name in itertools.product((GenerateRequest, CompletionRequest), sorted(REFUSED_FIELDS)):
         value = False if name in ("do_sample", "detokenize") else {} if "json" in name else {"type": "json_object"}
         for body in ({"prompt": "a", name: value}, {"prompt": "a" * 70_000, name: value}):
             with pytest.raises(ApiError) as error:
-                asyncio.run(reader.read(kind, json.dumps(body).encode(), "client"))
+                read(kind, json.dumps(body).encode())
             assert (error.value.status, error.value.param, error.value.code) == (400, name, "unsupported_field")
             assert error.value.message.endswith(REFUSED_FIELDS[name])
 

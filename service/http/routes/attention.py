@@ -58,7 +58,7 @@ async def attention(service: Service, request: Request) -> None:
     for param, number, count in ("layer", body.layer, config.n_layer), ("head", body.head, config.n_head):
         if number is not None and number >= count:
             raise invalid(param, f"must be in [0, {count - 1}], got {number}")
-    encoder = Encoder(service.settings, model, body)
+    encoder = Encoder(service.settings, model, body, request.client)
     ids = await encoder.encode(body.text, "text")
     if model.record_end is not None:
         ids = begun(model, ids, "text")

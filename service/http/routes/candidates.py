@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from service.constrain.automaton import Automaton
-from service.http.connection.pause import Pause
+from service.http.connection.turns import Pause
 from service.http.limits.memory import MAX_CUTS
 from service.http.routes.request import Request
 from service.http.routes.service import Service
@@ -23,7 +23,7 @@ async def best_of(
     service: Service, request: Request, submits: list[Submit], body: GenerationRequest, candidates: int, echo: Echo
 ) -> list[Piece]:
     """The `n` texts of each prompt with the highest mean log-probability; empty ones, which have none, come last."""
-    ranked, pause = [], Pause()
+    ranked, pause = [], Pause(request.client)
     for piece in await service.start(request, submits, echo=echo).whole():
         start = len(echo[piece.number]) - piece.num_unscored if echo else 0
         values = floats(piece.logprobs.values[8 * start :]) if piece.logprobs is not None else []
@@ -59,7 +59,7 @@ async def infill(
     sampled = await service.start(request, submits).whole()
     if request.client_left:
         return []
-    middles, pause = [], Pause()
+    middles, pause = [], Pause(request.client)
     for piece in sampled:
         ends = None if pattern is None else pattern.match_lengths(model.tokenizer.encode(piece.text))
         middles += _cut(piece, submits[piece.number].min_tokens, ends)

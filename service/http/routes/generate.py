@@ -41,7 +41,7 @@ async def _answer(
     body, model = await service.read(kind, request)
     given = _truncated(service, body)
     candidates = _check_limits(service, model, body, len(given))
-    encoder = Encoder(service.settings, model, body)
+    encoder = Encoder(service.settings, model, body, request.client)
     prompts = encoder.short(given)
     if prompts is None:
         service.hold(request, body, sum(map(len, given)))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from service import release
-from service.http.connection.pause import Pause
+from service.http.connection.turns import Pause
 from service.http.routes.attention import max_characters
 from service.http.routes.json_parts import HOLE, MAX_NUMBERS, filled, list_parts, sliced
 from service.http.routes.request import JSON, NO_STORE, Request
@@ -45,7 +45,7 @@ async def _respond(request: Request, content: msgspec.Struct, status: int = 200)
 async def tokenize(service: Service, request: Request) -> None:
     """Encode a text."""
     body, model = await service.read(TokenizeRequest, request)
-    encoder, text = Encoder(service.settings, model, body), body.prompt
+    encoder, text = Encoder(service.settings, model, body, request.client), body.prompt
     count = await encoder.count(text, "prompt")
     answer = s.TokenizeAnswer(count, service.settings.max_prompt_characters, HOLE, encoder.replaced, encoder.dropped)
     # Encode again while writing, because the ids of a text take up to eight times its memory.
@@ -56,7 +56,7 @@ async def tokenize(service: Service, request: Request) -> None:
 async def detokenize(service: Service, request: Request) -> None:
     """Decode ids."""
     body, model = await service.read(DetokenizeRequest, request)
-    pause = Pause()
+    pause = Pause(request.client)
     for some in sliced(body.tokens):
         check_ids(model, some, "tokens")
         await pause.if_due()

@@ -66,7 +66,7 @@ TAGS = {
 # status -> meaning; codes of the errors, if any
 FAILURES = {
     400: "A field is missing, invalid or out of bounds, or a text has unknown characters. Codes: `invalid_json`, "
-    "`duplicate_field`, `unknown_character`, `invalid_pattern`, `unknown_field`, `unsupported_field`, "
+    "`unknown_character`, `invalid_pattern`, `unknown_field`, `unsupported_field`, "
     "`too_few_matches`, or null; `param` names the field.",
     401: "The API key is missing or invalid. Code: `invalid_api_key`.",
     404: "The model is not served here. Code: `model_not_found`.",

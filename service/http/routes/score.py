@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from msgspec import UNSET
 
 from service.http.connection.errors import invalid
-from service.http.connection.pause import Pause
+from service.http.connection.turns import Pause
 from service.http.routes.json_parts import HOLE, MAX_NUMBERS, filled, joined, list_parts, sliced
 from service.http.routes.request import Request
 from service.http.routes.service import Service
@@ -27,24 +27,24 @@ MAX_SUMMED = 1 << 14  # nats added up at a time: about 1 ms
 async def score(service: Service, request: Request) -> None:
     """Score texts, or rank continuations of a prefix."""
     body, model = await service.read(ScoreRequest, request)
-    encoder, is_ranking = Encoder(service.settings, model, body), body.texts is None
+    encoder, is_ranking = Encoder(service.settings, model, body, request.client), body.texts is None
     before, prompts, unknown = await _encoded(service, request, encoder, body)
     first = max(1, len(before))  # index of the first character that is scored
     # Texts of similar length run together.
     order = sorted((i for i, prompt in enumerate(prompts) if len(prompt) > first), key=lambda i: len(prompts[i]))
     sampling = SamplingParams()
-    submits = [
-        Submit(
-            0, prompts[i], 0, sampling, service.timeout(body.timeout_seconds),
-            logprobs=0, score_from=first, priority=2 * body.priority + 1,
+    submits, pause, seconds = [], Pause(request.client), service.timeout(body.timeout_seconds)
+    for i in order:
+        submits.append(
+            Submit(0, prompts[i], 0, sampling, seconds, logprobs=0, score_from=first, priority=2 * body.priority + 1)
         )
-        for i in order
-    ]  # fmt: skip
+        await pause.if_due()
     num_before = 0 if before == [model.record_end] else len(before)  # counted once
     request.num_prompt_tokens = num_before + sum([len(prompt) - len(before) for prompt in prompts])
     # A quarter of the slots, so that scoring does not starve generations.
     window = max(1, service.slots // 4)
     service.admit(request, submits, window=window, beside=TEXT_BYTES * len(prompts))
+    await pause.if_due()
     generation = service.start(request, submits, window=window) if submits else None
     encoder.count_unknown()
 
@@ -53,7 +53,7 @@ async def score(service: Service, request: Request) -> None:
         await generation.whole()
         for number, i in enumerate(order):
             logprobs[i] = generation.prompt_logprobs(number)
-    pause = Pause()
+            await pause.if_due()
     scores = [await _score(i, its_logprobs, pause) for i, its_logprobs in enumerate(logprobs)]
     if encoder.policy != "refuse" or model.tokenizer.unknown_id is not None:
         for item in scores:
@@ -96,7 +96,7 @@ async def _encoded(
         before = begun(model, await encoder.encode(prefix, "prefix"), "prefix")
     else:
         before = [] if end is None else [end]
-    prompts, unknown, is_list, pause = [], [], not isinstance(body.texts, str), Pause()
+    prompts, unknown, is_list, pause = [], [], not isinstance(body.texts, str), Pause(request.client)
     for i, text in enumerate(texts):
         ids, num_unknown = await encoder.encode_counting(text, param, i if is_list else None)
         unknown.append(num_unknown)
@@ -140,7 +140,7 @@ def _character_nats(logprobs: Logprobs, has_first: bool) -> Iterator[list[float 
 async def next_character(service: Service, request: Request) -> None:
     """Give the distribution of the next character."""
     body, model = await service.read(NextRequest, request)
-    encoder = Encoder(service.settings, model, body)
+    encoder = Encoder(service.settings, model, body, request.client)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     count, limit = len(prompts), service.settings.max_prompts
     if not 1 <= count <= limit:

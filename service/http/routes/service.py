@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from service.catalog import Listing
 from service.http.connection.errors import ApiError, invalid
+from service.http.connection.turns import wait_for_turn
 from service.http.limits.clients import ClientLimits
 from service.http.limits.memory import PROMPT_BYTES, Ledger, estimate, size_of, too_much
 from service.http.routes.request import Request
 from service.http.schema.answers import Receipt, Timing
-from service.http.schema.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, read
+from service.http.schema.reading import AnyRequest, read
 from service.http.schema.requests import ModelRequest
 from service.http.text.encoding import Encoder
 from service.http.text.model import Model
@@ -61,7 +62,6 @@ class Service:
         self._patterns = PatternThread()
         self.models: dict[str, Model] = {}  # by name
         self.serve(listing, checkpoints)
-        self.bodies = BodyReader(settings)
         self.limits = ClientLimits(settings, table)
         self.ledger = Ledger(settings, self.limits, state)
         self.exposition = Exposition(
@@ -122,17 +122,13 @@ class Service:
     async def read(self, kind: type[AnyRequest], request: Request) -> tuple[AnyRequest, Model]:
         """Parse a JSON body, and return it with the model.
 
-        The memory reserved for the body is replaced by that of its fields. Large bodies are parsed one after the other,
-        because parsing takes up to 20 times the body's size on top.
+        The memory reserved for the body is replaced by that of its fields.
 
         Raises ApiError: 400, a field is invalid, or unknown and refused; otherwise as `hold` and `find`.
         """
-        body: AnyRequest
-        if request.num_body_bytes <= LARGE_BODY_BYTES:
-            body = read(kind, request.body)
-        else:
-            content, request.content = request.body, bytearray()  # keep one copy while it waits
-            body = await self.bodies.read(kind, content, request.client)
+        if request.num_body_bytes > SMALL_BODY_BYTES:
+            await wait_for_turn(request.client)
+        body = read(kind, request.body)
         request.content = bytearray()
         if request.num_body_bytes > SMALL_BODY_BYTES:
             self.hold(request, body)
@@ -149,16 +145,13 @@ class Service:
         request.lease.use(model)
         return body, model
 
-    def hold(self, request: Request, body: Any, num_ids: int = 0) -> None:
+    def hold(self, request: Request, body: ModelRequest, num_ids: int = 0) -> None:
         """Reserve the memory of a body's fields, and of `num_ids` ids, before its texts are encoded.
 
         Raises ApiError: 400, it exceeds the limit of a request; otherwise as Lease.hold.
         """
         longest, limit = max(self.settings.max_prompts, self.settings.max_score_texts), self.settings.max_request_bytes
-        fields = (
-            tuple(vars(body).values()) if isinstance(body, ModelRequest) else (body.prompt, body.stop)
-        )  # of a PlainRequest
-        size = size_of(fields, request.num_body_bytes, longest) + PROMPT_BYTES * num_ids
+        size = size_of(vars(body).values(), request.num_body_bytes, longest) + PROMPT_BYTES * num_ids
         if size > limit:
             message = f"the texts and ids of the request need {size} bytes of memory, {limit} are allowed: shorten them"
             raise ApiError(400, message)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from service.http.connection.errors import ApiError
-from service.http.connection.pause import Pause
+from service.http.connection.turns import Pause
 from service.http.routes.forms import Form, pieces_of
 from service.http.routes.json_parts import escape_breaks
 from service.http.routes.request import JSON, NO_STORE, Headers, Request
@@ -91,9 +91,9 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, silent_seco
     try:
         if isinstance(pieces, Generation):
             async for some in pieces.stream():
-                await _write_pieces(stream, form, some)
+                await _write_pieces(request, stream, form, some)
         else:
-            await _write_pieces(stream, form, await pieces)
+            await _write_pieces(request, stream, form, await pieces)
         end = form.end()
     except ApiError as error:
         if not stream.has_begun:
@@ -104,8 +104,8 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, silent_seco
     await stream.write((event(end) if end else b"") + DONE, is_last=True)
 
 
-async def _write_pieces(stream: EventStream, form: Form, pieces: list[Piece]) -> None:
-    data, pause = b"", Pause()
+async def _write_pieces(request: Request, stream: EventStream, form: Form, pieces: list[Piece]) -> None:
+    data, pause = b"", Pause(request.client)
     for piece in pieces:
         for part in pieces_of(piece):
             if part.text or part.finish_reason:
@@ -124,7 +124,7 @@ async def send_json(request: Request, parts: Iterable[bytes], headers: Headers |
     A small answer has a Content-Length. A large one is encoded while it is written, in chunks.
     """
     headers = JSON | (headers or {})
-    has_begun, body, pause = False, bytearray(), Pause()
+    has_begun, body, pause = False, bytearray(), Pause(request.client)
     for part in parts:
         body += part
         if len(body) > (CHUNK_BYTES if has_begun else MAX_WHOLE_BYTES):

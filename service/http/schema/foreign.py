@@ -11,7 +11,6 @@ from typing import Any
 from service.http.connection.errors import ApiError, invalid, shortened
 
 MAX_UNKNOWN_FIELDS = 16
-MAX_UNKNOWN_BYTES = 1 << 17  # limit of a large body's bytes outside known fields
 # Name of an unknown field: printable ASCII that fits in a header's list.
 FIELD_NAME = re.compile(r"[!#-+\--\[\]-~]{1,64}")
 

@@ -1,6 +1,6 @@
 """The bodies of requests: the name, type, bounds, default and meaning of each field, which /docs shows.
 
-Pydantic models explain an invalid field. reading.py decodes the JSON. The routes check bounds that depend on the served
+Pydantic models explain an invalid field. reading.py parses the JSON. The routes check bounds that depend on the served
 model or the settings.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from service.http.connection.errors import ApiError, invalid
-from service.http.connection.pause import Pause
+from service.http.connection.turns import Pause
 from service.http.schema.requests import ModelRequest, Prompt
 from service.http.text.model import Model
 from service.model.tokenizer import UNKNOWN, UnknownCharacterError
@@ -20,8 +20,8 @@ MAX_ENCODED = 1 << 14  # characters encoded or decoded at a time: about 0.5 ms, 
 class Encoder:
     """Encodes texts by the options of request or settings, and counts unknown characters replaced or dropped."""
 
-    def __init__(self, settings: Settings, model: Model, body: ModelRequest):
-        self.settings, self.model = settings, model
+    def __init__(self, settings: Settings, model: Model, body: ModelRequest, client: str):
+        self.settings, self.model, self._client = settings, model, client
         self.tokenizer = model.tokenizer
         self.policy = body.unknown_characters or settings.unknown_characters
         chosen = body.replacement_character or settings.replacement_character
@@ -66,7 +66,7 @@ class Encoder:
     async def _encode(self, text: str, param: str, index: int | None, take: Callable[[list[int]], object]) -> None:
         """Give the ids of a text to `take`, a part at a time."""
         unknown: list[tuple[int, str]] = []  # the first of them
-        num_unknown, pause = 0, Pause()
+        num_unknown, pause = 0, Pause(self._client)
         for start in range(0, len(text), MAX_ENCODED):
             await pause.if_due()
             part = text[start : start + MAX_ENCODED]
@@ -94,7 +94,7 @@ class Encoder:
 
     async def decode(self, ids: list[int]) -> str:
         """Return the text of ids."""
-        parts, pause = [], Pause()
+        parts, pause = [], Pause(self._client)
         for start in range(0, len(ids), MAX_ENCODED):
             await pause.if_due()
             parts.append(self.tokenizer.decode(ids[start : start + MAX_ENCODED]))
@@ -116,7 +116,7 @@ class Encoder:
 
         Raises ApiError: 400, a prompt is too long or has unknown characters or ids.
         """
-        limit, pause = self.settings.max_prompt_characters, Pause()
+        limit, pause = self.settings.max_prompt_characters, Pause(self._client)
         ids = []
         for i, prompt in enumerate(prompts):
             index, name = (i, f"prompt.{i}") if is_list else (None, "prompt")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from service.constrain.automaton import Automaton, LengthError, MinimumLength
 from service.constrain.regex import RegexError, compile_choice, compile_regex, compile_without, ended, intersection
 from service.http.connection.errors import invalid
-from service.http.connection.fair_lock import FairLock
+from service.http.connection.turns import FairLock
 
 CACHE_BYTES = 32 << 20  # limit of each cache of a model
 ENTRY_BYTES = 500  # of an entry, besides its key and its result

@@ -263,9 +263,8 @@ class EngineClient:
         A draw ends when its worker reports how many characters its candidates ran, because these are charged.
         """
         now = time.monotonic()
-        while generation.pending:
-            sequence = generation.pending.pop()
-            generation.receive(sequence, Delta(sequence.submit.id, [], reason), now)
+        if generation.pending:
+            generation.drop_pending(reason)
         for id in list(generation.open):
             sequence = self._running[id][1]
             delta, draw = Delta(id, [], reason), sequence.submit.draw

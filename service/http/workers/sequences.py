@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from service.http.connection.errors import ApiError
+from service.http.connection.turns import Pause
 from service.http.schema.answers import Timing
 from service.http.text.model import Model
 from service.wire import Answer, Delta, Draw, Drawn, FinishReason, Logprobs, Submit
@@ -134,8 +135,8 @@ def too_few(draw: Draw, drawn: Drawn | None) -> ApiError:
 class Client(Protocol):
     """Runs sequences, and wakes a generation when more of their text has arrived."""
 
-    def count(self, model: Model, what: str) -> None:
-        """Count a sequence that has begun or ended."""
+    def count(self, model: Model, what: str, number: int = 1) -> None:
+        """Count sequences that have begun or ended."""
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
         """End all of its sequences."""
@@ -168,6 +169,7 @@ class Generation:
         interval: float | None = None,
     ):
         self._client, self.model, self._metrics = client, model, model.metrics
+        self._client_name = submits[0].client
         self._arrived_at = arrived_at
         self.is_stream, self._interval = interval is not None, interval or 0.0
         self._submitted_at = time.monotonic()
@@ -176,6 +178,7 @@ class Generation:
         self.sequences = [SequenceState(i, submit, echo[i] if echo else "") for i, submit in enumerate(submits)]
         self.num_completion_tokens = 0
         self.pending = deque(self.sequences)  # not submitted yet
+        self._dropped: dict[str, int] = {}  # number of sequences that ended before they were submitted, by reason
         self.open: set[int] = set()  # ids of the sequences that run
         self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
         self.touched: dict[SequenceState, None] = {}  # sequences with undelivered deltas, in order of arrival
@@ -198,8 +201,9 @@ class Generation:
     def endings(self) -> dict[str, int]:
         if len(self.sequences) == 1:
             reason = self.sequences[0].finish_reason
-            return {} if reason is None else {reason: 1}
-        return dict(Counter(it.finish_reason for it in self.sequences if it.finish_reason is not None))
+            return dict(self._dropped) if reason is None else {reason: 1}
+        ended = Counter(it.finish_reason for it in self.sequences if it.finish_reason is not None)
+        return dict(ended + Counter(self._dropped))
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -242,7 +246,7 @@ class Generation:
             await self._wait()
         if self._failure is not None:
             await self._fail()
-        pieces = self._take_all()
+        pieces = await self._take_slowly()
         pieces.sort(key=lambda piece: piece.number)
         return pieces
 
@@ -271,9 +275,22 @@ class Generation:
         touched, self.touched = self.touched, {}
         pieces = []
         for sequence in touched:
-            pieces += self._take_answers(sequence) if sequence.submit.draw is not None else [self._take(sequence)]
-            if sequence.first_token_seconds is None or sequence.finish_reason is not None:
-                self._observe(sequence, sequence.finish_reason)
+            pieces += self._take_observed(sequence)
+        return pieces
+
+    def _take_observed(self, sequence: SequenceState) -> list[Piece]:
+        pieces = self._take_answers(sequence) if sequence.submit.draw is not None else [self._take(sequence)]
+        if sequence.first_token_seconds is None or sequence.finish_reason is not None:
+            self._observe(sequence, sequence.finish_reason)
+        return pieces
+
+    async def _take_slowly(self) -> list[Piece]:
+        """Take all text. Thousands of sequences take some 2 µs each."""
+        pause, touched, self.touched = Pause(self._client_name), self.touched, {}
+        pieces = []
+        for sequence in touched:
+            pieces += self._take_observed(sequence)
+            await pause.if_due()
         return pieces
 
     async def _fail(self) -> None:
@@ -363,6 +380,17 @@ class Generation:
         self._metrics.sequence_ended(sequence.num_completion_tokens)
         self._client.count(self.model, reason)
         self.touched[sequence] = None
+
+    def drop_pending(self, reason: FinishReason) -> None:
+        """End the sequences that are not submitted yet, all at once, because there may be thousands."""
+        count, first = len(self.pending), self.pending[0]
+        self.pending.clear()
+        self._dropped[reason] = self._dropped.get(reason, 0) + count
+        self._failure = self._failure or self._failed(first, reason)
+        self._metrics.sequence_ended(0, count)
+        self._client.count(self.model, "begun", count)
+        self._client.count(self.model, reason, count)
+        self._client.wake(self)
 
     def fail(self, error: ApiError) -> None:
         """Raise this error from `whole` or `stream`, which abort the other sequences."""
