@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 
 from service.catalog import Listing
 from service.http.app import App
-from service.http.routes.attention_thread import AttentionThread
 from service.http.routes.service import Service
 from service.http.workers.client import EngineClient
 from service.model.checkpoint import CheckpointError
@@ -39,7 +38,6 @@ async def running(app: App, process_id: int) -> AsyncIterator[None]:
         patience=min(service.settings.max_queue_seconds, service.settings.request_timeout_seconds),
     )  # fmt: skip
 
-    service.attention = AttentionThread()
     service.connect(client, metrics)
     metrics.http_requests_in_progress.source = lambda: app.num_requests
     metrics.held_bytes.source = lambda: service.ledger.held
@@ -109,5 +107,4 @@ async def follow(service: Service, process: str) -> None:
         logger.error("the new list of checkpoints cannot be followed: %s", error)
         return
     service.serve(listing, checkpoints)
-    service.attention.keep([version.id for version in listing.serve])
     service.state.follow(process, listing.generation)
