@@ -22,7 +22,7 @@ from service.observe.metrics import Metrics, current_folder
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.25  # between two heartbeats
-TICK_SECONDS = 0.05  # between two runs of the periodic work, and two writes of metrics and log lines
+TICK_SECONDS = 0.05  # between two runs of the periodic work, and two writes of metrics
 
 
 @asynccontextmanager
@@ -42,7 +42,7 @@ async def running(app: App, process_id: int) -> AsyncIterator[None]:
     metrics.http_requests_in_progress.source = lambda: app.num_requests
     metrics.held_bytes.source = lambda: service.ledger.held
     service.state.follow(process, service.listing.generation)
-    log = app.access_log = AccessLog()
+    app.access_log = AccessLog()
     loop.add_signal_handler(signal.SIGHUP, app.reload)
     # Blocked while this process was forked. uvicorn has handlers for the other signals by now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
@@ -55,13 +55,11 @@ async def running(app: App, process_id: int) -> AsyncIterator[None]:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
-            for do in (client.sweep, service.ledger.sweep):
-                try:
-                    do(now)
-                except Exception:  # the next run follows
-                    logger.exception("periodic work failed")
+            try:
+                client.sweep(now)
+            except Exception:  # the next run follows
+                logger.exception("periodic work failed")
             metrics.flush()
-            log.flush()
 
     tasks = [asyncio.create_task(beat(service, process)), asyncio.create_task(tick())]
     async with client.connected():
@@ -72,7 +70,6 @@ async def running(app: App, process_id: int) -> AsyncIterator[None]:
     for task in tasks:
         task.cancel()
     metrics.flush()
-    log.flush()
     if app.tracer is not None:
         await asyncio.to_thread(app.tracer.shutdown)
 
