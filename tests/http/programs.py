@@ -59,7 +59,7 @@ async def traced(service, request):
 Lease.hold, pause.Pause.if_due, pause.BUSY_SECONDS = counted_hold, counted_pause, 0.0
 own = [Operation(f"/{it.__name__}", it, "counts", "operation") for it in (counted, traced)]
 app.OPERATIONS = (*app.OPERATIONS, *own)
-server.relax_garbage_collector = gc.disable
+server.spare_old_objects = gc.disable
 """
 
 # With a middleware that answers /status/N with that status.
