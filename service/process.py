@@ -64,19 +64,14 @@ def blocked(*signals: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def relax_garbage_collector() -> None:
-    """Exempt all existing objects from collection, and collect few objects at a time.
+def spare_old_objects() -> None:
+    """Exempt all existing objects from garbage collection.
 
-    Nothing is collected first. Modules leave little garbage, and a search through all objects takes 0.1 s and copies
-    memory that processes share.
-
-    Requests leave no cycles (tests/http/test_counted.py), so a collection finds only objects in use. 10,000 objects
-    take about a millisecond, during which every request waits. Older generations are collected every 20th and every
-    1,000th time.
+    Nothing is collected first. Modules leave little garbage, and a search through all objects takes 0.1 s, during which
+    every request waits, and copies memory that processes share.
     """
     gc.freeze()
     gc.enable()
-    gc.set_threshold(10_000, 20, 50)
 
 
 def return_large_blocks() -> None:

@@ -37,7 +37,7 @@ from service.http.routes.service import Service
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
 from service.placement import BackendError, check_devices, choose_accelerator, choose_backend, choose_slots
-from service.process import become, blocked, relax_garbage_collector, return_large_blocks
+from service.process import become, blocked, return_large_blocks, spare_old_objects
 from service.settings import ClientLimitsFile, Settings, refuse_password
 from service.shared import SharedState, SharedTable
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
@@ -181,7 +181,7 @@ class Server(LitServer):
         for id, name in enumerate(state.worker_names):
             watch(name, functools.partial(self._launch, id), functools.partial(forget_process, name), START_SECONDS)
         self._await_worker()
-        relax_garbage_collector()  # HTTP processes inherit the exempt objects
+        spare_old_objects()  # HTTP processes inherit them
         try:
             config = self._listen()
             for id, name in enumerate(state.http_names):
@@ -321,7 +321,6 @@ class Server(LitServer):
         self._table.process = self._http_id
         become(self.state.http_names[self._http_id], self.state.main_pid)
         async with running(self.http, self._http_id):
-            relax_garbage_collector()
             return_large_blocks()
             sys.setswitchinterval(SWITCH_SECONDS)
             await send({"type": "lifespan.startup.complete"})

@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
     gc.freeze()
-    gc.set_threshold(10_000, 20, 50)  # as in the service
+    gc.set_threshold(10_000, 20, 50)  # fewer collections
     gc.enable()
 
 

@@ -22,7 +22,7 @@ from litserve.loops.base import LitLoop
 
 from service.engine.scheduler import BusyError, reserved_slots
 from service.observe.logs import configure_logging
-from service.process import become, relax_garbage_collector, trim_memory
+from service.process import become, spare_old_objects, trim_memory
 from service.shared import SharedState
 from service.sockets import IDLE_SECONDS, ConsumerLost, WorkerSide
 from service.wire import Abort, Delta, Refused, Step, Submit, consumer_of
@@ -85,7 +85,7 @@ class EngineAPI(LitAPI):
                 raise
             raise SystemExit(1) from None
         self.metrics.cache_slots.set(self.slots)
-        relax_garbage_collector()
+        spare_old_objects()
 
     def open_engine(self, device: str, version: Version) -> Engine:
         """Load a version, check that its backend computes the model, and return an engine for it.

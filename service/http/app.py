@@ -219,7 +219,7 @@ class App:
             ran, client = request.num_prompt_tokens is not None, request.lease.client
             others = (request.num_prompt_tokens, request.num_completion_tokens, request.endings) if ran else ()
             level = logging.DEBUG if request.is_quiet else logging.INFO
-            log.add(
+            log.write(
                 level, request.method, request.route, request.status, client, round(seconds, 6), request.id, *others
             )
         if self.tracer is not None:

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 
 from service.catalog import Listing
 from service.http.app import App
-from service.http.routes.attention_thread import AttentionThread
 from service.http.routes.service import Service
 from service.http.workers.client import EngineClient
 from service.model.checkpoint import CheckpointError
@@ -23,7 +22,7 @@ from service.observe.metrics import Metrics, current_folder
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.25  # between two heartbeats
-TICK_SECONDS = 0.05  # between two runs of the periodic work, and two writes of metrics and log lines
+TICK_SECONDS = 0.05  # between two runs of the periodic work, and two writes of metrics
 
 
 @asynccontextmanager
@@ -39,12 +38,11 @@ async def running(app: App, process_id: int) -> AsyncIterator[None]:
         patience=min(service.settings.max_queue_seconds, service.settings.request_timeout_seconds),
     )  # fmt: skip
 
-    service.attention = AttentionThread()
     service.connect(client, metrics)
     metrics.http_requests_in_progress.source = lambda: app.num_requests
     metrics.held_bytes.source = lambda: service.ledger.held
     service.state.follow(process, service.listing.generation)
-    log = app.access_log = AccessLog()
+    app.access_log = AccessLog()
     loop.add_signal_handler(signal.SIGHUP, app.reload)
     # Blocked while this process was forked. uvicorn has handlers for the other signals by now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
@@ -57,13 +55,11 @@ async def running(app: App, process_id: int) -> AsyncIterator[None]:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
-            for do in (client.sweep, service.ledger.sweep):
-                try:
-                    do(now)
-                except Exception:  # the next run follows
-                    logger.exception("periodic work failed")
+            try:
+                client.sweep(now)
+            except Exception:  # the next run follows
+                logger.exception("periodic work failed")
             metrics.flush()
-            log.flush()
 
     tasks = [asyncio.create_task(beat(service, process)), asyncio.create_task(tick())]
     async with client.connected():
@@ -74,7 +70,6 @@ async def running(app: App, process_id: int) -> AsyncIterator[None]:
     for task in tasks:
         task.cancel()
     metrics.flush()
-    log.flush()
     if app.tracer is not None:
         await asyncio.to_thread(app.tracer.shutdown)
 
@@ -109,5 +104,4 @@ async def follow(service: Service, process: str) -> None:
         logger.error("the new list of checkpoints cannot be followed: %s", error)
         return
     service.serve(listing, checkpoints)
-    service.attention.keep([version.id for version in listing.serve])
     service.state.follow(process, listing.generation)

@@ -15,12 +15,10 @@ import functools
 import logging
 import multiprocessing
 import os
-import select
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -30,9 +28,7 @@ import msgspec
 
 LogFormat = Literal["auto", "json", "text"]
 
-MAX_LINE_BYTES = select.PIPE_BUF  # the longest write to a pipe that other processes' writes cannot interrupt
-MAX_WAITING = 10_000  # access lines that are kept while the reader of stderr has stopped
-PATIENCE_SECONDS = 1.0  # longest wait of other lines for that reader
+MAX_TRACEBACK_CHARACTERS = 3000  # its end is kept; a pipe takes lines of up to 4,096 bytes in one piece
 
 # Fields that the text format shows in fixed places or omits.
 FIXED_FIELDS = frozenset(
@@ -43,7 +39,6 @@ FIXED_FIELDS = frozenset(
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 logger = logging.getLogger(__name__)
-_LEVELS = {level: logging.getLevelName(level) for level in (logging.DEBUG, logging.INFO)}
 
 
 def configure_logging(level: str, log_format: LogFormat) -> None:
@@ -79,7 +74,9 @@ def process_name() -> str:
 
 
 class LineHandler(logging.Handler):
-    """Writes each record with one system call, so lines of several processes never mix.
+    """Writes each record with one system call. So lines of several processes do not mix, unless they are very long.
+
+    As with any program, a process waits while nobody reads the pipe that its stderr is.
 
     `format_line` turns fields into a line. A record's `fields` and `request_ids` become part of it.
     """
@@ -87,7 +84,6 @@ class LineHandler(logging.Handler):
     def __init__(self, format_line: Callable[[dict[str, Any]], bytes]):
         super().__init__()
         self.format_line = format_line
-        self._is_stuck = False  # True: the reader of stderr has stopped
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -96,13 +92,12 @@ class LineHandler(logging.Handler):
             record.msg, record.args = f"cannot format {record.msg!r}", None
             record.levelname, record.exc_info = "ERROR", (type(error), error, error.__traceback__)
             fields = self._fields(record)
-        while len(line := self.format_line(fields)) > MAX_LINE_BYTES:  # cut the middle out of the longest field
-            name = max(("message", "exception", "request_ids"), key=lambda name: len(fields.get(name, "")))
-            value, kept = fields[name], len(fields[name]) * 9 // 20
-            fields[name] = value[:kept] if name == "request_ids" else f"{value[:kept]} … {value[-kept:]}"
-        self._is_stuck = not _has_room(0 if self._is_stuck else PATIENCE_SECONDS)
-        if not self._is_stuck:  # waiting for the reader would stop this process too
-            _write(line)
+        self.write(fields)
+
+    def write(self, fields: dict[str, Any]) -> None:
+        line = self.format_line(fields)
+        with contextlib.suppress(OSError):  # no place is left to report it
+            os.write(2, line)
 
     def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
         process = process_name()
@@ -124,7 +119,7 @@ class LineHandler(logging.Handler):
         fields |= getattr(record, "fields", {})
         if record.exc_info is not None and record.exc_info[1] is not None:
             text = _traceback(record.exc_info[1], with_text=not may_quote_clients)
-            fields["exception"] = _encodable(text)
+            fields["exception"] = _encodable(text[-MAX_TRACEBACK_CHARACTERS:])
         return fields
 
 
@@ -141,63 +136,31 @@ def _without_arguments(record: logging.LogRecord) -> str:
 
 
 class AccessLog:
-    """Access lines, written in batches because a system call for each costs as much as a small answer.
-
-    The owner calls `flush` every few milliseconds. A killed process loses the lines since the last flush. A request
-    never waits for the reader of stderr. While the reader has stopped, the newest MAX_WAITING lines are kept.
-    """
+    """Writes the access lines of an HTTP process. A LogRecord for each would cost a tenth of a short request's time."""
 
     def __init__(self) -> None:
         self._logger = logging.getLogger("service.access")
-        self._lines: list[dict[str, Any]] = []
-        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
-        self._num_lost = 0
+        self._handlers = [it for it in logging.getLogger().handlers if isinstance(it, LineHandler)]
         self._process, self._pid = process_name(), os.getpid()
 
-    def add(
+    def write(
         self, level: int, method: str, route: str, status: int | None, client: str, seconds: float, id: str, *ran: Any
     ) -> None:
-        """Add the line of a request if its level is shown. It has the route but not the query, which may hold a prompt.
+        """Write a request's line if its level is shown. It has the route, but not the query, which may hold a prompt.
 
         ran: characters of prompts and completions, and the endings, if the request ran the model.
         """
         if self._logger.isEnabledFor(level):
             line = {
-                "timestamp": _timestamp(int(1000 * time.time())), "level": _LEVELS[level], "logger": "service.access",
-                "process": self._process, "pid": self._pid, "message": f"{method} {route} {status}", "method": method,
-                "handler": route, "status": status, "client": client, "seconds": seconds, "request_id": id,
+                "timestamp": _timestamp(int(1000 * time.time())), "level": logging.getLevelName(level),
+                "logger": "service.access", "process": self._process, "pid": self._pid,
+                "message": f"{method} {route} {status}", "method": method, "handler": route, "status": status,
+                "client": client, "seconds": seconds, "request_id": id,
             }  # fmt: skip
             if ran:
                 line["prompt_characters"], line["completion_characters"], line["endings"] = ran
-            self._lines.append(line)
-
-    def flush(self) -> None:
-        """Write whole lines, each time at most MAX_LINE_BYTES, which other processes cannot interrupt."""
-        lines, self._lines, waiting = self._lines, [], self._waiting
-        handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, LineHandler)]
-        self._num_lost += max(0, len(waiting) + len(lines) - MAX_WAITING)
-        waiting += [handler.format_line(line) for handler in handlers for line in lines]
-        while waiting and _has_room():
-            batch = bytearray(waiting.popleft())
-            while waiting and len(batch) + len(waiting[0]) <= MAX_LINE_BYTES:
-                batch += waiting.popleft()
-            _write(batch)
-        if self._num_lost and not waiting:
-            logger.warning("access lines lost, because nothing read stderr: %d", self._num_lost)
-            self._num_lost = 0
-
-
-def _has_room(seconds: float = 0) -> bool:
-    """True if stderr takes MAX_LINE_BYTES within `seconds`."""
-    try:
-        return bool(select.select([], [2], [], seconds)[1])
-    except OSError:  # stderr is closed
-        return True
-
-
-def _write(data: bytes | bytearray) -> None:
-    with contextlib.suppress(OSError):  # no place is left to report it
-        os.write(2, data)
+            for handler in self._handlers:
+                handler.write(line)
 
 
 @functools.lru_cache(maxsize=16)  # a busy process logs several lines in a millisecond

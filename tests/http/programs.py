@@ -60,7 +60,7 @@ Lease.hold, turns.Pause.if_due, turns.SLICE_SECONDS = counted_hold, counted_paus
 turns.FREE_SECONDS = 0.0
 own = [Operation(f"/{it.__name__}", it, "counts", "operation") for it in (counted, traced)]
 app.OPERATIONS = (*app.OPERATIONS, *own)
-server.relax_garbage_collector = gc.disable
+server.spare_old_objects = gc.disable
 """
 
 # With a middleware that answers /status/N with that status.

@@ -1,17 +1,15 @@
 """POST /v1/attention of a running server: bounds, shapes, refusals; its numbers are tested in tests/model."""
 
-import asyncio
-import threading
+import contextlib
+import os
 
 import numpy as np
 import pytest
 
-from service.http.connection.errors import ApiError
-from service.http.routes.attention_thread import MAX_WAITING, AttentionThread
-from service.http.routes.request import Request
+from service.http.routes.service import MAX_ATTENTION_TEXTS
 from service.model.attention import attention_layers
 from tests.helpers import save_random, serving, wait_until, web
-from tests.toolbox.http import PATIENCE
+from tests.toolbox.http import post, received, sent
 
 TEXT = "To be or"  # as long as the model's block_size
 
@@ -79,32 +77,56 @@ def test_its_memory_is_admitted_and_given_back(checkpoint, tmp_path):
         server.wait_until_metric("chargpt_held_bytes", 0)
 
 
-@pytest.mark.anyio
-async def test_texts_run_one_by_one_and_too_many_are_refused():
-    thread, may_end, running = AttentionThread(), threading.Event(), []
+SLOW = """
+import time
+from pathlib import Path
 
-    def call():
-        running.append(1)
-        assert may_end.wait(PATIENCE)
-        return []
+import service.model.attention as attention
 
-    futures = [thread.submit(call) for _ in range(MAX_WAITING)]
-    with pytest.raises(ApiError) as refused:
-        thread.submit(call)
-    error = refused.value
-    assert (error.status, error.code, error.headers["Retry-After"]) == (429, "queue_full", "1")
-    request = Request("id", {"method": "POST", "path": "/v1/attention", "query_string": b""}, {})
-    request.future = futures.pop()
-    request.left()
-    for _ in range(3):  # turns of the loop, until the thread's future is cancelled too
-        await asyncio.sleep(0)
-    futures.append(thread.submit(call))  # in the place of the one that was cancelled
-    while not running:
-        await asyncio.sleep(0.01)
-    assert len(running) == 1
-    may_end.set()
-    assert await asyncio.gather(*futures) == [[]] * MAX_WAITING
-    assert len(running) == MAX_WAITING
+layers, folder = attention.attention_layers, Path({folder!r})
+
+def waiting(weights, config, ids, *logits):
+    if logits:  # the check of the model
+        return layers(weights, config, ids, *logits)
+    with open(folder / "log", "a") as log:
+        log.write("begun\\n")
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    with open(folder / "log", "a") as log:
+        log.write("computed\\n")
+    return layers(weights, config, ids)
+
+attention.attention_layers = waiting
+"""
+
+
+def test_texts_run_one_by_one_and_too_many_are_refused(checkpoint, tmp_path, monkeypatch):
+    """The places of those that ended or left are free. Others are answered meanwhile."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW.format(folder=str(tmp_path)))  # run by each process
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.getcwd()}")
+    asked = post("/v1/attention", {"text": TEXT}, Connection="close")
+    with serving(checkpoint.path) as server, contextlib.ExitStack() as stack:
+
+        def wait_for(count):
+            server.wait_until_metric("chargpt_http_requests_in_progress", count + 1)  # with /metrics itself
+
+        waiting = [stack.enter_context(sent(server.port, asked)) for _ in range(MAX_ATTENTION_TEXTS)]
+        wait_for(MAX_ATTENTION_TEXTS)
+        refused = ask(server, text=TEXT)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], refused.headers["Retry-After"]) == (429, "queue_full", "1")
+        assert server.metric("chargpt_admission_rejections_total", reason="queue_full") == 1
+        left = waiting.pop()
+        left.close()
+        wait_for(MAX_ATTENTION_TEXTS - 1)
+        waiting.append(stack.enter_context(sent(server.port, asked)))
+        wait_for(MAX_ATTENTION_TEXTS)
+        assert ask(server, text=TEXT).status_code == 429
+        assert (tmp_path / "log").read_text() == "begun\n"
+        (tmp_path / "go").touch()
+        assert all(received(connection).startswith(b"HTTP/1.1 200") for connection in waiting)
+        assert (tmp_path / "log").read_text() == "begun\ncomputed\n" * MAX_ATTENTION_TEXTS
+        assert ask(server, text=TEXT).status_code == 200
 
 
 def test_a_time_limit_ends_it(server):

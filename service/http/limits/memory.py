@@ -6,14 +6,12 @@ only sizes and names. Limits that are not configured cost nothing.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.http.connection.errors import ApiError
 from service.http.limits.clients import Charge, ClientLimits
-from service.process import trim_memory
 from service.settings import Settings
 from service.shared import SharedState
 from service.wire import Submit
@@ -35,8 +33,6 @@ COMPLETION_BYTES = 24  # ids, and texts as they arrive
 LOGPROB_BYTES = 12  # each alternative and the character itself
 MAX_CUTS = 3  # positions at which a candidate for an infill may end, besides its own end
 WIDE_ID_BYTES = 32  # an id above 256; Python shares the smaller ones
-TRIMMED_BYTES = 8 << 20  # memory is trimmed only after requests held more
-TRIM_SECONDS = 1.0  # between two trims
 BIAS_BYTES = 300  # a pair of id and bias, in the body and in both processes
 
 
@@ -150,18 +146,9 @@ class Ledger:
         largest = max(settings.max_request_bytes, settings.max_body_bytes)
         self.max_bytes, self.max_client_bytes = max(share, largest), max(share // 2, largest)
         self.held = 0
-        self._most_held = 0  # since the last trim
-        self._trim_at = 0.0
         self.by_client: dict[str, int] = {}
         self.process_id = 0  # both are set when the HTTP process has started
         self.metrics: Metrics | None = None
-
-    def sweep(self, now: float) -> None:
-        """Trim memory after requests have released most of theirs. Call this often."""
-        self._most_held = max(self._most_held, self.held)
-        if self._most_held >= TRIMMED_BYTES and self.held <= self._most_held // 8 and now >= self._trim_at:
-            self._most_held, self._trim_at = self.held, now + TRIM_SECONDS
-            asyncio.get_running_loop().run_in_executor(None, trim_memory)
 
 
 class Lease:

@@ -1,12 +1,13 @@
 """POST /v1/attention: the attention weights of a short text, computed in a thread of this HTTP process.
 
 The kernels of the engine keep no attention weights. The thread runs beside the engine, one text at a time, so it takes
-at most one CPU.
+at most one CPU. The process keeps the weights of the model that was requested last.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import math
 import time
@@ -16,20 +17,21 @@ import numpy as np
 from msgspec import UNSET
 
 from service.http.connection.errors import ApiError, invalid
-from service.http.routes.attention_thread import Found
 from service.http.routes.json_parts import HOLE, filled, joined, list_parts
 from service.http.routes.request import Request
-from service.http.routes.service import Service
+from service.http.routes.service import MAX_ATTENTION_TEXTS, Service
 from service.http.routes.stream import send_json
 from service.http.schema.answers import AttentionAnswer, HeadAttention
 from service.http.schema.requests import MAX_ATTENTION_CHARACTERS, AttentionRequest
 from service.http.text.encoding import Encoder, begun
 from service.http.text.model import Model
-from service.model.attention import LayerAttention, attention_layers
+from service.model.attention import LayerAttention, attention_layers, logits_of
 from service.model.checkpoint import WEIGHTS
 
 MAX_WEIGHT_BYTES = 128 << 20  # limit of a checkpoint's file, because this process keeps the weights of one model
 NUMBER_BYTES = 8
+
+Found = list[tuple[int, int, LayerAttention]]  # layer, head, its scores and weights (T, T)
 
 
 def max_characters(model: Model) -> int:
@@ -74,12 +76,13 @@ async def attention(service: Service, request: Request) -> None:
         raise invalid("layer", f"{message}: choose one, or shorten the text")
     request.lease.take(needed, len(ids))
 
-    def compute() -> Found:  # in the thread
-        request.lease.spend()
+    seconds = service.timeout(body.timeout_seconds)
+    deadline = request.arrived_at + seconds
+
+    def compute(weights: dict[str, np.ndarray]) -> Found:  # in a thread
         found: Found = []
-        weights = service.attention.weights(model)
         for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):
-            if request.is_gone:
+            if request.is_gone or time.monotonic() >= deadline:
                 break
             for head in heads if layer in layers else ():  # copied, because a view would keep all heads
                 scores = of_layer.scores[head].copy() if body.scores else np.empty(0)
@@ -87,30 +90,54 @@ async def attention(service: Service, request: Request) -> None:
                 found.append((layer, head, of_head))
         return found
 
-    try:
-        future = request.future = service.attention.submit(compute)
-    except ApiError:
-        model.metrics.request_rejected("queue_full")
-        raise
-    encoder.count_unknown()
-    request.num_prompt_tokens = len(ids)
+    async def run() -> Found:
+        async with service.attention_turn:
+            request.lease.spend()
+            weights = await _weights(service, model)
+            return await asyncio.to_thread(compute, weights)
 
-    seconds = service.timeout(body.timeout_seconds)
-    deadline = request.arrived_at + seconds
-    await asyncio.wait([future], timeout=deadline - time.monotonic())
+    if service.attention_places.locked():
+        model.metrics.request_rejected("queue_full")
+        message = f"{MAX_ATTENTION_TEXTS} texts already wait for their attention weights: retry later"
+        raise ApiError(429, message, code="queue_full", retry_after_seconds=1)
+    async with service.attention_places:  # takes a place at once
+        encoder.count_unknown()
+        request.num_prompt_tokens = len(ids)
+        future = request.future = asyncio.create_task(run())
+        await asyncio.wait([future], timeout=deadline - time.monotonic())
     if request.is_gone:
         return
     if not future.done() or time.monotonic() >= deadline:
         future.cancel()
         message = f"the request took longer than {seconds:g} s, {service.timeout_name(request)}"
         raise ApiError(504, message, code="timeout")
-    found = future.result()
+    found: Found = future.result()
     answer = AttentionAnswer(
         request.id, model.name, model.digest, model.tokenizer.decode(ids), config.n_layer, config.n_head,
         1 / math.sqrt(config.head_dim), HOLE, encoder.replaced, encoder.dropped,
     )  # fmt: skip
     of_heads = (_head(*of_head, body.scores, body.values) for of_head in found)
     await send_json(request, filled(answer, joined(of_heads)))
+
+
+async def _weights(service: Service, model: Model) -> dict[str, np.ndarray]:
+    """Return the weights of a model. Called for one text at a time.
+
+    Raises ApiError: 400, the model was trained with a changed gpt.py.
+    """
+
+    def load() -> dict[str, np.ndarray] | None:
+        found = model.checkpoint.load_weights()
+        forward = functools.partial(logits_of, found, model.checkpoint.config)
+        return found if model.checkpoint.is_computed_by(forward) else None
+
+    if model not in service.attention_weights:
+        service.attention_weights.clear()  # before the next model is read
+        service.attention_weights[model] = await asyncio.to_thread(load)
+    weights = service.attention_weights[model]
+    if weights is None:
+        raise invalid("model", "was trained with a changed gpt.py, which service/model/attention.py does not follow")
+    return weights
 
 
 def _head(layer: int, head: int, found: LayerAttention, with_scores: bool, with_values: bool) -> Iterator[bytes]:

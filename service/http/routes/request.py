@@ -157,8 +157,7 @@ class Request:
         if self._watch is not None:
             self._watch.cancel()
         del self._watch, self._receive, self._send  # reference cycles
-        for generation in self.generations:
-            generation.abort()
+        self.abort()
         self.content = bytearray()
 
     # -- its answer --

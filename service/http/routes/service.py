@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from service.catalog import Listing
 from service.http.connection.errors import ApiError, invalid
@@ -27,19 +31,15 @@ from service.settings import Settings
 from service.shared import SharedState, SharedTable
 from service.wire import Submit
 
-if TYPE_CHECKING:
-    from service.http.routes.attention_thread import AttentionThread
-
-
 SMALL_BODY_BYTES = 1 << 12  # fields of a smaller body are not reserved unless the request waits
+MAX_ATTENTION_TEXTS = 8  # that wait for /v1/attention or run in it
 
 
 class Service:
     """Served models and settings for the routes. In an HTTP process it also has the connected client."""
 
-    client: EngineClient  # process.py sets these three in an HTTP process
+    client: EngineClient  # process.py sets these two in an HTTP process
     metrics: Metrics | None = None
-    attention: AttentionThread
 
     def __init__(
         self,
@@ -61,6 +61,9 @@ class Service:
         self.random = Random()  # source of ids, and of seeds for requests without one
         self._patterns = PatternThread()
         self.models: dict[str, Model] = {}  # by name
+        # Of attention.py: the weights of one model. None: attention.py cannot compute it.
+        self.attention_places, self.attention_turn = asyncio.Semaphore(MAX_ATTENTION_TEXTS), asyncio.Lock()
+        self.attention_weights: WeakKeyDictionary[Model, dict[str, np.ndarray] | None] = WeakKeyDictionary()
         self.serve(listing, checkpoints)
         self.limits = ClientLimits(settings, table)
         self.ledger = Ledger(settings, self.limits, state)
