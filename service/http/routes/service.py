@@ -23,7 +23,7 @@ from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.shared import SharedState, SharedTable
+from service.shared import SharedState
 from service.wire import Submit
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ class Service:
         listing: Listing,
         checkpoints: Mapping[int, Checkpoint],
         state: SharedState,
-        table: SharedTable,
         *,
         backend: str,
         dtype: str,
@@ -62,7 +61,7 @@ class Service:
         self.models: dict[str, Model] = {}  # by name
         self.serve(listing, checkpoints)
         self.bodies = BodyReader(settings)
-        self.limits = ClientLimits(settings, table)
+        self.limits = ClientLimits(settings)
         self.ledger = Ledger(settings, self.limits, state)
         self.exposition = Exposition(
             settings.model_name,
