@@ -89,6 +89,7 @@ class Catalog:
         self.listing = Listing()
         self.checkpoints: dict[int, Checkpoint] = {}  # all versions that have a copy
         self.refused: list[str] = []  # names refused at start
+        self._has_refused = False  # True: something that was read last is not served
         self._next_id = 1
         self._rows: dict[str, int] = {}  # rows of the listing and of the next one
         self._has_runs: dict[Path, bool] = {}  # True for a place without a name that is a folder of runs
@@ -129,6 +130,9 @@ class Catalog:
         self.listing.publish(self.folder, state)
         for name in self.refused:
             state.count_reload(self._rows[name], "refused")
+        state.has_read("main", "checkpoints")
+        if self.refused:
+            state.has_read("main", "checkpoints", is_valid=False)
 
     def refresh(self, state: SharedState) -> None:
         """Read the folders again, and begin a rollout of the changes. No rollout may be in progress.
@@ -136,13 +140,16 @@ class Catalog:
         It may run in a thread while `check` is not called.
         """
         old = {version.name: version for version in self.listing.serve}
+        self._has_refused = False
         try:
             found = self._find(old)
         except CheckpointError as error:
             logger.error("checkpoints: %s: the old ones stay", error)
+            state.has_read("main", "checkpoints", is_valid=False)
             return
         for name in [name for name in found if name not in self._rows][MAX_NAMES - len(self._rows) :]:
             logger.error("checkpoint %s: refused: there have been %d names since the start", name, MAX_NAMES)
+            self._has_refused = True
             del found[name]
         versions, failures = self._read_all(found, old)
         for name, reason in failures.items():
@@ -161,6 +168,8 @@ class Catalog:
             logger.info("checkpoints: %s", "those served before stay" if failures else "nothing has changed")
         else:
             logger.error("no checkpoint is left in %s: the old ones stay", self._folders())
+            self._has_refused = True
+        state.has_read("main", "checkpoints", is_valid=not self._has_refused)
         if self._rows != self.listing.rows:  # a refused name is new
             self._publish(state, self.listing.load, self.listing.serve)
 
@@ -203,6 +212,7 @@ class Catalog:
             self._retired = [version for version in self.listing.load if version.id not in served]
             self.step = ""
             self._note_changes(state)
+            state.has_read("main", "checkpoints", is_valid=not self._has_refused)
 
     def _is_followed(self, state: SharedState) -> bool:
         """True if every running HTTP process uses the current listing."""
@@ -223,6 +233,7 @@ class Catalog:
             if version.id not in served:
                 self._refuse(state, version.name, reason)
                 self._retired.append(version)
+        state.has_read("main", "checkpoints", is_valid=False)
         self.step = ""
         self._drop(state)
 
@@ -253,6 +264,7 @@ class Catalog:
 
     def _refuse(self, state: SharedState, name: str, reason: str) -> None:
         logger.error("checkpoint %s: refused: %s", name, reason)
+        self._has_refused = True
         self._add_rows([name])
         state.count_reload(self._rows[name], "refused")
 

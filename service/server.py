@@ -29,7 +29,7 @@ from litserve.loops.loops import inference_worker
 
 from service.catalog import Catalog
 from service.engine.worker import EngineAPI, EngineLoop
-from service.http.app import App
+from service.http.app import NAMES, App
 from service.http.connection.guard import Connection
 from service.http.connection.limits import ConnectionLimits
 from service.http.process import running
@@ -39,7 +39,7 @@ from service.observe.metrics import allocate_files, forget_process
 from service.placement import BackendError, check_devices, choose_accelerator, choose_backend, choose_slots
 from service.process import become, blocked, return_large_blocks, spare_old_objects
 from service.settings import ClientLimitsFile, Settings, refuse_password
-from service.shared import SharedState, SharedTable
+from service.shared import SharedState
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,6 @@ class Server(LitServer):
 
     def __init__(self, settings: Settings, catalog: Catalog, middlewares: list[Any] | None = None):
         self.settings, self.catalog = settings, catalog
-        self._table = SharedTable(settings.http_processes)  # clients
         self.connections = ConnectionLimits(settings, lambda: self.service.metrics)
         self.must_hurry = False  # True after a second signal: do not wait for running requests
         self._must_reload = False  # True after SIGHUP
@@ -115,7 +114,7 @@ class Server(LitServer):
         except OSError as error:
             raise BackendError(f"{catalog.folder}: {error.strerror}") from None
         self.service = Service(
-            settings, catalog.listing, catalog.checkpoints, self.state, self._table,
+            settings, catalog.listing, catalog.checkpoints, self.state,
             backend=backend, dtype=dtype, slots=slots, devices=devices,
         )  # fmt: skip
         self.http = App(self.service, middlewares or ())
@@ -295,8 +294,11 @@ class Server(LitServer):
         )
         config.load()  # here, so that a replaced process does not need the certificate file
         if config.ssl is not None and settings.tls_certificate is not None:
-            self.http.load_certificate = functools.partial(self._load_certificate, config.ssl, settings.tls_certificate)
+            load = functools.partial(self._load_certificate, config.ssl, settings.tls_certificate)
+            self.http.files["certificate"] = settings.tls_certificate, load
             self.service.exposition.certificate_expires_at = certificate_expiry(settings.tls_certificate)
+        for what in self.http.files:
+            self.state.has_read("main", what)
         try:
             self._listener.listen(config.backlog)  # uvloop would not notice a failure
         except OSError as error:
@@ -306,6 +308,7 @@ class Server(LitServer):
     def _fork(self, config: uvicorn.Config, id: int) -> BaseProcess:
         """Start an HTTP process."""
         self._http_id = id
+        self.state.inherit_reads(self.state.http_names[id])
         target, fork = HttpServer(config, self.state).run, multiprocessing.get_context("fork")
         process = fork.Process(target=target, args=([self._listener],), name=self.state.http_names[id])
         with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # until http/process.py installs handlers
@@ -318,9 +321,8 @@ class Server(LitServer):
             await self.http(scope, receive, send)
             return
         await receive()  # lifespan.startup
-        self._table.process = self._http_id
         become(self.state.http_names[self._http_id], self.state.main_pid)
-        async with running(self.http, self._http_id):
+        async with running(self.http, self._http_id, self.connections):
             return_large_blocks()
             sys.setswitchinterval(SWITCH_SECONDS)
             await send({"type": "lifespan.startup.complete"})
@@ -329,7 +331,6 @@ class Server(LitServer):
 
     def _http_process_died(self, id: int) -> None:
         self.state.http_process_died(id)
-        self._table.forget(id)
         forget_process(self.state.http_names[id])
 
     # -- while serving --
@@ -340,20 +341,21 @@ class Server(LitServer):
 
     def _reload(self) -> None:
         """Read the checkpoints and the other files again, here and in each HTTP process, after SIGHUP."""
-        settings = self.settings
-        files = {"limits": settings.client_limits, "API keys": settings.api_keys_file, "TLS": settings.tls_certificate}
-        others = [name for name, path in files.items() if path is not None]
-        logger.info("SIGHUP: reading %s again", " and ".join(["checkpoints", *others]))
+        names = ["checkpoints", *(NAMES[what] for what in self.http.files)]
+        logger.info("SIGHUP: reading %s again", " and ".join(names))
         self._reading = threading.Thread(target=self.catalog.refresh, args=(self.state,), daemon=True)
         self._reading.start()
-        if others:
+        if self.http.files:
             self.http.reload()
             for process in self.supervisor.processes(self.state.http_names):
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGHUP)  # type: ignore[arg-type]  # it was started
 
     def _load_certificate(self, used: ssl.SSLContext, certificate: Path) -> None:
-        """Use the certificate of the file for new connections. An invalid certificate changes nothing."""
+        """Use the certificate of the file for new connections.
+
+        Raises ValueError: the certificate or its key is invalid or cannot be read; nothing has changed.
+        """
         try:
             with tempfile.NamedTemporaryFile() as copy:  # the files may change in between
                 for path in filter(None, (certificate, self.settings.tls_key)):
@@ -362,9 +364,8 @@ class Server(LitServer):
                 for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), used):  # the first only tries the files
                     context.load_cert_chain(copy.name, password=refuse_password)
                 self.service.exposition.certificate_expires_at = certificate_expiry(Path(copy.name))
-            logger.info("certificate read again from %s", certificate)
         except (OSError, ValueError) as error:  # ssl.SSLError included
-            logger.error("certificate not changed: %s: %s", certificate, error)
+            raise ValueError(f"{certificate}: {error}") from None
 
     def _stop(self) -> None:
         """Become unready, refuse new requests, finish running requests, then end the HTTP processes and the workers."""

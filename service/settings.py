@@ -176,7 +176,9 @@ class Settings(BaseSettings):
     )
     devices: Few = Field(1, description="number of devices; each has its own inference processes")
     workers_per_device: Few = Field(1, description="inference processes per device")
-    http_processes: Few = Field(1, description="HTTP processes")
+    http_processes: Few = Field(
+        1, description="HTTP processes, which divide the limits of clients, connections and memory"
+    )
     threads: int = Field(default_factory=cpus_per_worker, ge=1, le=1024, description="CPU threads per worker")
 
     max_running_requests: int | Literal["auto"] = Field(

@@ -1,4 +1,4 @@
-"""Memory that all processes of the service share: heartbeats, loads, counts of ended sequences, clients.
+"""Memory that all processes of the service share: heartbeats, loads, counts of ended sequences, reloads.
 
 The main process allocates it before it starts any other process. Each number of SharedState has one writer, until the
 main process settles the numbers of a dead process. Times are by time.monotonic(), which all processes share.
@@ -6,18 +6,11 @@ main process settles the numbers of a dead process. Times are by time.monotonic(
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import multiprocessing
 import os
-import tempfile
 import time
-import weakref
 from collections.abc import Iterable
-from hashlib import blake2b
 from typing import Any, get_args
-
-import numpy as np
 
 from service.wire import FinishReason
 
@@ -27,6 +20,7 @@ _NUMBER = {column: number for number, column in enumerate(_COLUMNS)}
 _WIDTH = len(_COLUMNS)
 _RELOADS = ("loaded", "refused", "removed")
 _STAGES = ("serving", "leaving", "draining", "stopping")
+READ_AGAIN = ("api_keys", "client_limits", "certificate", "checkpoints")  # at SIGHUP
 MAX_NAMES = 256  # checkpoint names in the life of a service
 _MAX_VERSIONS = 4096  # versions of checkpoints in use at once
 
@@ -71,6 +65,8 @@ class SharedState:
         self.generation = multiprocessing.RawValue("q", 0)
         self._reloads = multiprocessing.RawArray("q", MAX_NAMES * len(_RELOADS))
         self._users = multiprocessing.RawArray("q", http_processes * _MAX_VERSIONS)  # requests, by version
+        self._read_at = {what: _OfEach("d", self._names) for what in READ_AGAIN}  # Unix time; 0: not configured
+        self._is_refused = {what: _OfEach("b", self._names) for what in READ_AGAIN}
 
     # -- processes --
 
@@ -140,6 +136,33 @@ class SharedState:
         """Return the number of reloads by result: loaded, refused or removed."""
         return dict(zip(_RELOADS, self._reloads[row * len(_RELOADS) :][: len(_RELOADS)], strict=True))
 
+    # -- what is read again at SIGHUP --
+
+    def has_read(self, name: str, what: str, is_valid: bool = True) -> None:
+        """Record that a process has read a file of READ_AGAIN. is_valid=False: it uses what it has read before."""
+        self._is_refused[what][name] = not is_valid
+        if is_valid:
+            self._read_at[what][name] = time.time()
+
+    def inherit_reads(self, name: str) -> None:
+        """An HTTP process is forked, with what the main process has read. Only that one reads checkpoints."""
+        for what in READ_AGAIN[:-1]:
+            for numbers in (self._read_at[what], self._is_refused[what]):
+                numbers[name] = numbers["main"]
+
+    def last_reads(self) -> dict[str, tuple[bool, float]]:
+        """Return two facts for each configured file: whether every process took it at its last reading, and a time.
+
+        The time, in Unix time, is that of the process whose last success is the oldest.
+        """
+        read: dict[str, tuple[bool, float]] = {}
+        for what in READ_AGAIN:
+            names = [name for name in ("main", *self.http_names) if self._read_at[what][name]]
+            if names:
+                is_valid = not any(self._is_refused[what][name] for name in names)
+                read[what] = is_valid, min(self._read_at[what][name] for name in names)
+        return read
+
     # -- sequences; `row` is that of the model's name in the listing --
 
     def assign(self, http: int, worker: int, change: int) -> None:
@@ -175,71 +198,3 @@ class SharedState:
             lost = submitted - refused - sum(ended)
             self.count(http, row, "begun", sum(ended) + lost - begun)
             self.count(http, row, "abort", lost)
-
-
-class SharedTable:
-    """A row of two times and a count per HTTP process for each of many names, in memory shared by forked processes.
-
-    Use it within `with`, which locks out the other processes. The kernel releases the lock of a process that dies. A
-    name without a count whose times have passed is forgotten when its place is needed.
-    """
-
-    ROWS = 1 << 16
-    PROBES = 128  # places that a name may have
-
-    def __init__(self, num_processes: int = 1):
-        self.process = 0  # number of this process; an HTTP process sets it
-        self._num_processes, self._width = num_processes, 3 + num_processes
-        self._secret = os.urandom(16)  # keeps clients from choosing names that share places
-        self._memory = mmap.mmap(-1, 8 * self.ROWS * self._width)  # zeros, which take no memory until they change
-        self._keys = memoryview(self._memory).cast("Q")
-        self.numbers = memoryview(self._memory).cast("d")
-        self._lock, path = tempfile.mkstemp()
-        os.unlink(path)
-        weakref.finalize(self, os.close, self._lock)
-
-    def __enter__(self) -> SharedTable:
-        if self._num_processes > 1:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._num_processes > 1:
-            fcntl.lockf(self._lock, fcntl.LOCK_UN)
-
-    def row(self, name: str, now: float) -> int:
-        """Return the index in `numbers` of the two times of a name. They are 0 for a new name.
-
-        Raises LookupError: names with counts take all of its places.
-        """
-        keys, width, free, forgiven = self._keys, self._width, -1, -1
-        key = int.from_bytes(blake2b(name.encode(), digest_size=8, key=self._secret).digest(), "little") or 1
-        for probe in range(key, key + self.PROBES):
-            at = probe % self.ROWS * width
-            found = keys[at]
-            if found == key:
-                return at + 1
-            if free < 0 and (not found or not self.count(at + 1)):
-                forgiven = at
-                if not found or max(self.numbers[at + 1 : at + 3]) <= now:
-                    free = at
-            if not found:  # no name was ever placed after this
-                break
-        at = free if free >= 0 else forgiven
-        if at < 0:
-            raise LookupError(name)
-        self._memory[8 * at : 8 * (at + width)] = bytes(8 * width)
-        keys[at] = key
-        return at + 1
-
-    def count(self, row: int) -> int:
-        """Return the count of all processes."""
-        return int(sum(self.numbers[row + 2 : row + 2 + self._num_processes]))
-
-    def change(self, row: int, difference: int) -> None:
-        """Change the count of this process."""
-        self.numbers[row + 2 + self.process] += difference
-
-    def forget(self, process: int) -> None:
-        """Reset the counts of a dead process."""
-        np.frombuffer(self._memory).reshape(self.ROWS, self._width)[:, 3 + process] = 0

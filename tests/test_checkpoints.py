@@ -376,6 +376,11 @@ def test_a_list_changes_step_by_step_as_all_processes_follow(catalog, state, tmp
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
+def is_complete(state):
+    """Whether everything that was read last is served."""
+    return state.last_reads()["checkpoints"][0]
+
+
 @pytest.mark.parametrize("what", ["fails", "dies", "has died"])
 def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(catalog, state, tmp_path, what):
     save_random(tmp_path / "runs" / "b", seed=2)
@@ -389,6 +394,7 @@ def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(cata
         state.died("worker-1")
     assert not catalog.check(state) and listing(catalog) == ([1], [1])
     assert not catalog.step and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
+    assert not is_complete(state)
 
 
 def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup(catalog, state, tmp_path, caplog):
@@ -408,10 +414,13 @@ def test_a_failure_is_not_taken_for_one_of_the_next_list(catalog, state, tmp_pat
     catalog.check(state)
     save_random(tmp_path / "runs" / "b", seed=3)
     catalog.refresh(state)  # before the worker has looked again
-    assert not catalog.check(state) and catalog.step
+    assert not catalog.check(state) and catalog.step and not is_complete(state)
     for name in state.worker_names:
         state.follow(name, state.generation.value)
     assert catalog.check(state) and list(catalog.served) == ["a", "b"]
+    for name in state.http_names:
+        state.follow(name, state.generation.value)
+    assert not catalog.check(state) and not catalog.step and is_complete(state)
 
 
 def test_a_list_that_cannot_be_written_leaves_the_old_one(catalog, state, tmp_path, monkeypatch):
@@ -437,10 +446,16 @@ def test_a_folder_of_runs_that_is_not_there_removes_nothing(tmp_path):
     catalog.refresh(state)
     (tmp_path / "runs").rename(tmp_path / "away")
     catalog.refresh(state)
+    assert not is_complete(state)
     (tmp_path / "runs").mkdir()  # an empty mount point
     catalog.refresh(state)
     assert not catalog.step and list(catalog.served) == ["a", "b", "other"]
-    assert list(catalog.listing.rows) == ["a", "b", "other"]
+    assert list(catalog.listing.rows) == ["a", "b", "other"] and not is_complete(state)
+    (tmp_path / "runs").rmdir()
+    (tmp_path / "away").rename(tmp_path / "runs")
+    (tmp_path / "gone").rename(tmp_path / "other" / "best")
+    catalog.refresh(state)
+    assert not catalog.step and is_complete(state)
 
 
 def test_a_run_whose_name_is_not_utf_8_is_left_out(catalog, state, tmp_path, caplog):
@@ -453,7 +468,7 @@ def test_a_run_whose_name_is_not_utf_8_is_left_out(catalog, state, tmp_path, cap
 def test_the_last_checkpoint_is_never_removed(catalog, state, tmp_path):
     shutil.rmtree(tmp_path / "runs" / "a")
     catalog.refresh(state)
-    assert not catalog.step and list(catalog.served) == ["a"]
+    assert not catalog.step and list(catalog.served) == ["a"] and not is_complete(state)
     assert Listing.read(catalog.folder) == catalog.listing
 
 

@@ -30,7 +30,10 @@ CHOSEN = 'environment=~"$environment", model_name=~"$model_name", instance=~"$in
 CHOSEN_MODELS = 'environment=~"$environment", model_name=~"$model_name"'  # where instances are summed over
 CHOSEN_SERVICES = 'environment=~"$environment", instance=~"$instance"'
 # Series of the service as a whole, whose model_name is that of the service; checkpoints share its slots.
-OF_SERVICE = ("chargpt_http_", "chargpt_process_", "chargpt_worker", "chargpt_cache_slots")
+OF_SERVICE = (
+    "chargpt_http_", "chargpt_process_", "chargpt_worker", "chargpt_cache_slots", "chargpt_held_", "chargpt_max_held_",
+    "chargpt_last_reload_",
+)  # fmt: skip
 QUANTILES = (0.5, 0.95, 0.99)
 SECONDS, PER_SECOND, SHARE, COUNT, BYTES = "s", "cps", "percentunit", "short", "bytes"
 CHARACTERS_PER_SECOND = "suffix: characters/s"
@@ -185,6 +188,20 @@ def build() -> Dashboard:
                                     ("request_first_decode_time", "first decode"))}),
         lines("CPU", "Cores in use, by process", COUNT,
               {"{{instance}} {{process}}": rate("chargpt_process_cpu_seconds_total", "instance, process")}),
+    )  # fmt: skip
+    files = f"{select('chargpt_process_open_fds')} / {select('chargpt_process_max_fds')}"
+    show(
+        stacked("Refused connections", "Requests refused before they reach a route, by reason", PER_SECOND,
+                {"{{reason}}": rate("chargpt_http_connections_rejected_total", "reason")}),
+        lines("Use of limits", "Memory of requests, connections, and open files of the process with the most, as a"
+              " share of their limits", SHARE,
+              {"{{instance}} memory": f"{gauge('chargpt_held_bytes', 'instance')}"
+               f" / {gauge('chargpt_max_held_bytes', 'instance')}",
+               "{{instance}} connections": f"{gauge('chargpt_http_connections', 'instance')}"
+               f" / {gauge('chargpt_http_max_connections', 'instance')}",
+               "{{instance}} files": f"max by (instance) ({files})"}),
+        lines("Last reload", "1 if all processes took what they read last, 0 if one refused it", COUNT,
+              {"{{instance}} {{what}}": select("chargpt_last_reload_successful")}),
     )  # fmt: skip
     return dashboard
 

@@ -13,6 +13,7 @@ import logging
 import string
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -68,6 +69,7 @@ OPERATIONS = (
     Operation("/metrics", info.prometheus, "metrics", "operation"),
 )  # fmt: skip
 
+NAMES = {"api_keys": "API keys", "client_limits": "client limits", "certificate": "certificate"}  # in messages
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for a client that left
 EXPOSED_HEADERS = tuple(HEADERS)
 SMALL_BODY_BYTES = 1 << 14  # a smaller body that arrives at once is not reserved by itself
@@ -85,11 +87,17 @@ class App:
 
     def __init__(self, service: Service, middlewares: Iterable[Any] = ()):
         self.service, self.settings = service, service.settings
-        self.load_certificate: Callable[[], None] = lambda: None  # from the server
         self.access_log: AccessLog | None = None  # in an HTTP process
         self.tracer: Tracer | None = None
         self.num_requests = 0  # in progress
         self.keys = self.settings.api_keys
+        self.process = "main"  # name as in SharedState
+        # The configured files to read again, and what does so. It raises OSError or ValueError: the file is invalid.
+        self.files: dict[str, tuple[Path, Callable[[], None]]] = {}  # the server adds the certificate
+        if self.settings.api_keys_file is not None:
+            self.files["api_keys"] = self.settings.api_keys_file, self._read_keys
+        if self.settings.client_limits is not None:
+            self.files["client_limits"] = self.settings.client_limits, service.limits.reload
         self.router = Router(default=Endpoint(self, "other", {}), redirect_slashes=False)
         by_path: dict[str, list[Operation]] = {}
         for operation in self.operations:
@@ -118,16 +126,19 @@ class App:
 
     def reload(self) -> None:
         """Read API keys, limits of clients and certificate again, after SIGHUP. An invalid file changes nothing."""
-        self.service.limits.reload()
-        path = self.settings.api_keys_file
-        if path is not None:
+        for what, (path, read) in self.files.items():
             try:
-                self.keys = read_api_keys(path)
-            except ValueError as error:
-                logger.error("API keys not changed: %s", error)
+                read()
+            except (OSError, ValueError) as error:
+                logger.error("%s not changed: %s", NAMES[what], error)
+                self.service.state.has_read(self.process, what, is_valid=False)
             else:
-                logger.info("API keys read again from %s", path)
-        self.load_certificate()
+                logger.info("%s read again from %s", NAMES[what], path)
+                self.service.state.has_read(self.process, what)
+
+    def _read_keys(self) -> None:
+        assert self.settings.api_keys_file is not None
+        self.keys = read_api_keys(self.settings.api_keys_file)
 
     @property
     def operations(self) -> list[Operation]:

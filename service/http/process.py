@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from service.catalog import Listing
 from service.http.app import App
+from service.http.connection.limits import ConnectionLimits
 from service.http.routes.service import Service
 from service.http.workers.client import EngineClient
 from service.model.checkpoint import CheckpointError
@@ -26,9 +27,9 @@ TICK_SECONDS = 0.05  # between two runs of the periodic work, and two writes of 
 
 
 @asynccontextmanager
-async def running(app: App, process_id: int) -> AsyncIterator[None]:
+async def running(app: App, process_id: int, connections: ConnectionLimits) -> AsyncIterator[None]:
     service, loop = app.service, asyncio.get_running_loop()
-    process = f"http-{process_id}"
+    process = app.process = f"http-{process_id}"
     service.random.seed()  # with the kernel's entropy: this process was forked
     metrics = Metrics(service.settings.model_name, CollectorRegistry(), process)
     client = EngineClient(
@@ -40,7 +41,10 @@ async def running(app: App, process_id: int) -> AsyncIterator[None]:
 
     service.connect(client, metrics)
     metrics.http_requests_in_progress.source = lambda: app.num_requests
+    metrics.http_connections.source = lambda: connections.num_open
+    metrics.http_max_connections.set(connections.limit)
     metrics.held_bytes.source = lambda: service.ledger.held
+    metrics.max_held_bytes.set(service.ledger.max_bytes)
     service.state.follow(process, service.listing.generation)
     app.access_log = AccessLog()
     loop.add_signal_handler(signal.SIGHUP, app.reload)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import platform
+import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -83,19 +85,22 @@ class Exposition(Collector):
 
     def _processes(self) -> Iterator[Metric]:
         service, state, seen = self.service_name, self.state, []
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # all processes have that of the main process
+        max_files = math.inf if limit == resource.RLIM_INFINITY else limit
         for name, pid in sorted(state.running().items()):
             with contextlib.suppress(psutil.Error):  # it has ended, or is a zombie
                 process = psutil.Process(pid)
                 with process.oneshot():
                     times, started, resident = process.cpu_times(), process.create_time(), process.memory_info().rss
                     files, threads = process.num_fds(), process.num_threads()
-                seen.append((name, resident, files, threads, started, times.user + times.system))
+                seen.append((name, resident, files, max_files, threads, started, times.user + times.system))
         for kind, stem, help, column in (
             (_gauge, "resident_memory_bytes", "Resident memory of a process, in bytes", 1),
             (_gauge, "open_fds", "Open file descriptors of a process", 2),
-            (_gauge, "threads", "Threads of a process", 3),
-            (_gauge, "start_time_seconds", "Start time of a process, in seconds since the Unix epoch", 4),
-            (_counter, "cpu_seconds", "CPU time of a process, user and system, in seconds", 5),
+            (_gauge, "max_fds", "Open file descriptors that a process may have", 3),
+            (_gauge, "threads", "Threads of a process", 4),
+            (_gauge, "start_time_seconds", "Start time of a process, in seconds since the Unix epoch", 5),
+            (_counter, "cpu_seconds", "CPU time of a process, user and system, in seconds", 6),
         ):
             yield kind(f"process_{stem}", help, [(service, row[0], row[column]) for row in seen], "process")
         for stem, restarts, text, names in (
@@ -110,6 +115,12 @@ class Exposition(Collector):
         expiry = "When the certificate in use expires, in seconds since the Unix epoch; only with TLS"
         at = [] if self.certificate_expires_at is None else [(service, self.certificate_expires_at)]
         yield _gauge("tls_certificate_expiry_timestamp_seconds", expiry, at)
+        reads = state.last_reads().items()
+        help = "1 if all processes took what they read at the last SIGHUP, or else at the start; 0 if one refused it"
+        yield _gauge("last_reload_successful", help, [(service, what, it) for what, (it, _) in reads], "what")
+        help = "When what is in use was read, in seconds since the Unix epoch"
+        times = [(service, what, at) for what, (_, at) in reads]
+        yield _gauge("last_reload_success_timestamp_seconds", help, times, "what")
 
     def _identity(self) -> Iterator[Metric]:
         versions = {"version": release(), "python": platform.python_version()}

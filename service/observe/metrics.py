@@ -36,7 +36,7 @@ SPARE_MODELS = 8  # models that may be added while the service runs
 LABELS = ["model_name"]
 METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))
 REJECTIONS = ("queue_full", "rate_limit", "overloaded", "shutting_down", "not_ready")
-REJECTED_CONNECTIONS = ("limit", "address_limit", "header_timeout", "headers_too_large", "malformed")
+REJECTED_CONNECTIONS = ("limit", "address_limit", "silent", "header_timeout", "headers_too_large", "malformed")
 
 
 # Each class buffers observations until its flush, because a write to the shared file costs ten times as much.
@@ -245,7 +245,10 @@ class Metrics(_Series):
     FLUSH_SECONDS = 0.05
 
     http_requests_in_progress: Annotated[Gauge, "HTTP requests in progress"]
+    http_connections: Annotated[Gauge, "Open HTTP connections"]
+    http_max_connections: Annotated[Gauge, "Open HTTP connections allowed, without the reserve for probes"]
     held_bytes: Annotated[Gauge, "Memory that requests in progress may need, by estimate, in bytes"]
+    max_held_bytes: Annotated[Gauge, "Memory that requests in progress may need at most, by estimate, in bytes"]
     cache_slots: Annotated[Gauge, "Cache slots that one client can use; the reserve for other clients comes on top"]
     engine_idle_seconds: Annotated[Counter, "Time without work in the engine, in seconds"]
 
@@ -264,7 +267,7 @@ class Metrics(_Series):
         of_route = self._labelled(Histogram, "http_request_duration_seconds", duration, "handler", "method")
         self._durations_of = functools.cache(lambda *labels: self.buffered(Records(of_route(*labels))))
         self._series_of = functools.cache(self._series_of_route)
-        rejected = "Connections closed by a limit or for a malformed request, by reason"
+        rejected = "Connections closed by a limit or for a malformed request, by reason; silent: nothing arrived"
         self.http_connections_rejected = self._labelled(
             Counter, "http_connections_rejected", rejected, "reason", known=REJECTED_CONNECTIONS
         )

@@ -82,7 +82,7 @@ options["middlewares"] = [Answering]
 STILL = """
 from service.http.limits.clients import ClientLimits
 
-ClientLimits.__init__.__defaults__ = (None, lambda: 1000.0)
+ClientLimits.__init__.__defaults__ = (lambda: 1000.0,)
 """
 
 COUNTING = ("-c", BEGIN + COUNTS + END)

@@ -184,10 +184,20 @@ def test_keys_and_certificate_change_at_sighup_and_invalid_files_change_nothing(
         def presented():
             return ssl.get_server_certificate(("127.0.0.1", server.port)).split()
 
-        def expiry():
-            name = "chargpt_tls_certificate_expiry_timestamp_seconds{"
+        def shown(name, what=""):
             lines = asked("second-key-0123", "/metrics").text.splitlines()
-            return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+            found = [line.split() for line in lines if line.startswith(name + "{") and what in line]
+            return sum(float(value) for _, value in found)
+
+        def expiry():
+            return shown("chargpt_tls_certificate_expiry_timestamp_seconds")
+
+        def successes():
+            names = ("api_keys", "certificate", "client_limits", "checkpoints")
+            return [shown("chargpt_last_reload_successful", f'what="{name}"') for name in names]
+
+        def oldest():
+            return shown("chargpt_last_reload_success_timestamp_seconds", 'what="api_keys"')
 
         wait_until(lambda: status("first-key-0123") == 200)
         first = presented()
@@ -199,9 +209,11 @@ def test_keys_and_certificate_change_at_sighup_and_invalid_files_change_nothing(
         second = certificate.read_text().split()
         assert presented() == second and status("first-key-0123") == 401
         command = [program("openssl"), "x509", "-enddate", "-noout", "-in", certificate]
-        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        end = ssl.cert_time_to_seconds(shown.strip().removeprefix("notAfter="))
+        date = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        end = ssl.cert_time_to_seconds(date.strip().removeprefix("notAfter="))
         wait_until(lambda: expiry() == end > time.time())
+        wait_until(lambda: successes() == [1, 1, 0, 1])  # without a file of limits there is no series
+        read_at = oldest()
         keys.write_text("short\n")
         certificate.write_text("nonsense")
         key.unlink()
@@ -214,7 +226,12 @@ def test_keys_and_certificate_change_at_sighup_and_invalid_files_change_nothing(
                 wait_until(lambda: (found := http_processes(server)) and found[0].pid != http.pid)
             wait_until(lambda: status("second-key-0123") == 200)
             assert status("first-key-0123") == 401 and presented() == second
+            wait_until(lambda: successes() == [0, 0, 0, 1])
+            assert oldest() == read_at
         wait_until(lambda: expiry() == end)
+        keys.write_text("second-key-0123\n")
+        os.kill(server.process.pid, signal.SIGHUP)
+        wait_until(lambda: successes() == [1, 0, 0, 1] and oldest() > read_at)
         assert server.stop() == 0
 
 

@@ -233,6 +233,7 @@ def test_unusual_methods_share_one_series(server):
 
 
 def test_slow_headers_and_silent_connections_are_closed(server):
+    before = {reason: server.metric(REJECTED, reason=reason) for reason in ("header_timeout", "silent")}
     with contextlib.ExitStack() as stack:
         started = [stack.enter_context(sent(server.port, GET)) for _ in range(100)]
         silent = [stack.enter_context(sent(server.port, b"")) for _ in range(100)]
@@ -244,6 +245,8 @@ def test_slow_headers_and_silent_connections_are_closed(server):
             time.sleep(0.1)
         assert {refusal(connection) for connection in (*started, trickling)} == {(408, "header_timeout")}
         assert {connection.recv(1) for connection in silent} == {b""}
+    server.wait_until_metric(REJECTED, before["header_timeout"] + 101, reason="header_timeout")
+    server.wait_until_metric(REJECTED, before["silent"] + 100, reason="silent")
 
 
 def test_a_later_request_has_the_same_time(server):

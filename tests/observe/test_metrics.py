@@ -28,7 +28,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    yield from lasting(checkpoint, http_processes=2, workers_per_device=2, max_running_requests=4)
+    settings = {"max_connections": 1000}
+    yield from lasting(checkpoint, http_processes=2, workers_per_device=2, max_running_requests=4, **settings)
 
 
 def generate(server, **body):
@@ -222,6 +223,21 @@ def test_process_metrics_match_the_operating_system(server):
     times = main.cpu_times()
     cpu = metrics["chargpt_process_cpu_seconds_total", frozenset({("process", "main")})]
     assert 0 < cpu <= times.user + times.system + 1
+
+
+def test_limits_are_shown_beside_what_is_used(server):
+    """Two HTTP processes divide those of connections and of memory. Each process has that of open files."""
+    info = {name: server.metric(f"chargpt_{name}") for name in ("http_max_connections", "max_held_bytes")}
+    assert info == {"http_max_connections": 1000, "max_held_bytes": 2 << 50}  # each holds the largest request
+    limits = {dict(labels)["process"]: it for (_, labels), it in server.metrics("chargpt_process_max_fds").items()}
+    assert len(limits) == 5
+    for name, pid in (("main", server.process.pid), ("worker-0", server.worker().pid)):
+        assert limits[name] == psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)[0]
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):  # more than those that the other tests keep open
+            stack.enter_context(sent(server.port, b"GET"))
+        wait_until(lambda: server.metric("chargpt_http_connections") >= 100)
+    wait_until(lambda: 1 <= server.metric("chargpt_http_connections") < 100)
 
 
 def test_info_metrics_describe_checkpoint_and_build(server):

@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol):
             message = f"headers not received within {self._settings.header_timeout_seconds:g} s"
             self._refuse(RefusedRequest(ApiError(408, message, code="header_timeout"), "header_timeout"))
         else:  # nothing has arrived
-            self._limits.count_rejection("header_timeout")
+            self._limits.count_rejection("silent")
             self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:

@@ -1,23 +1,22 @@
 """The limits of clients.
 
 A client is the name of its API key, or its address if there are no keys. Limits come from a file that can be read again
-while the service runs. An idle client is forgotten. This module knows nothing about routes or the model.
+while the service runs. Each HTTP process counts its own requests, and enforces its part of each limit. Idle clients are
+forgotten. This module knows nothing about routes or the model.
 """
 
 from __future__ import annotations
 
-import logging
+import itertools
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
 from service.http.connection.errors import ApiError
 from service.settings import ClientLimitsFile, Limits, Settings, read_client_limits
-from service.shared import SharedTable
 from service.words import plural
-
-logger = logging.getLogger(__name__)
 
 MINUTE = 60.0  # seconds; a client can save up at most a minute's allowance
 ROUNDING = 1e-6  # seconds
@@ -28,34 +27,39 @@ class Charge(NamedTuple):
     """Characters charged to a client's limit."""
 
     characters: int
-    limit: int  # per minute, at that time
+    limit: int  # per minute in this process, at that time
     restored_at: float  # when the charge has expired, used or not
 
 
-class ClientLimits:
-    """The limits of all clients, over all HTTP processes.
+class _Client:
+    """What one client uses.
 
-    For each rate, the table has the time at which the whole minute's allowance is available again. Each charge moves it
-    into the future. This is virtual scheduling, as in the generic cell rate algorithm (ITU-T I.371).
+    For each rate, it has the time at which the whole minute's allowance is available again. Each charge moves it into
+    the future. This is virtual scheduling, as in the generic cell rate algorithm (ITU-T I.371).
     """
 
-    def __init__(
-        self, settings: Settings, table: SharedTable | None = None, clock: Callable[[], float] = time.monotonic
-    ):
-        self._path = settings.client_limits
+    __slots__ = ("requests_at", "characters_at", "num_running")
+
+    def __init__(self) -> None:
+        self.requests_at = self.characters_at = 0.0
+        self.num_running = 0
+
+
+class ClientLimits:
+    """The limits of all clients in one HTTP process: the file's limits divided by --http-processes, rounded up."""
+
+    MAX_CLIENTS = 1 << 16  # beyond which the one that asked longest ago is forgotten, unless a request of it runs
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic):
+        self._path, self._num_processes = settings.client_limits, settings.http_processes
         self._read(settings.limits)
-        self._clock, self._table = clock, table or SharedTable()
+        self._clock = clock
+        self._clients: OrderedDict[str, _Client] = OrderedDict()  # the one that asked longest ago comes first
 
     def reload(self) -> None:
-        """Read the file again. If it is invalid, the old limits stay and the log gives the reason."""
-        if self._path is None:
-            return
-        try:
+        """Read the file again. Raises ValueError: it is invalid, and the old limits stay."""
+        if self._path is not None:
             self._read(read_client_limits(self._path))
-        except ValueError as error:
-            logger.error("client limits not changed: %s", error)
-        else:
-            logger.info("client limits read again from %s", self._path)
 
     def _read(self, file: ClientLimitsFile) -> None:
         self._file = file
@@ -63,75 +67,91 @@ class ClientLimits:
         self.has_any = any(limits != Limits(weight=limits.weight) for limits in every)  # False: nothing is counted
 
     def of(self, client: str) -> Limits:
+        """Return the limits that the file states."""
         return self._file.clients.get(client, self._file.default)
+
+    def characters_per_minute(self, client: str) -> int | None:
+        """Return this process's part of the limit, which no request may exceed; None: no limit."""
+        return self._part(self.of(client).characters_per_minute)
 
     def begin(self, client: str) -> None:
         """Count a request. `end` must follow. Raises ApiError: 429, beyond a limit; the request is not counted."""
-        limits, now = self.of(client), self._clock()
-        most = limits.concurrent_requests
-        with self._table:
-            row = self._row(client, now)
-            if most is not None and self._table.count(row) >= most:
-                raise _refusal(client, "concurrent_requests", most, BUSY_RETRY_SECONDS)
-            if limits.requests_per_minute is not None:
-                seconds = self._take(row, MINUTE / limits.requests_per_minute, now)
-                if seconds:
-                    raise _refusal(client, "requests_per_minute", limits.requests_per_minute, seconds)
-            self._table.change(row, 1)
+        limits, now, found = self.of(client), self._clock(), self._find(client)
+        most, rate = self._part(limits.concurrent_requests), self._part(limits.requests_per_minute)
+        if most is not None and found.num_running >= most:
+            raise self._refusal(client, "concurrent_requests", BUSY_RETRY_SECONDS)
+        if rate is not None:
+            full_at = max(found.requests_at, now) + MINUTE / rate
+            if seconds := _wait(full_at, now):
+                raise self._refusal(client, "requests_per_minute", seconds)
+            found.requests_at = full_at
+        found.num_running += 1
 
     def end(self, client: str) -> None:
         """End a request that `begin` counted."""
-        with self._table:
-            self._table.change(self._row(client, self._clock()), -1)
+        self._clients[client].num_running -= 1
 
     def charge(self, client: str, characters: int, must_wait: bool = True) -> Charge | None:
         """Charge characters before they run, with must_wait=False even beyond the limit. Returns None without a limit.
 
         Raises ApiError: 429, beyond the limit for now; 400, more than the whole minute's allowance. Nothing is charged.
         """
-        limit = self.of(client).characters_per_minute
+        limit = self.characters_per_minute(client)
         if limit is None:
             return None
         if must_wait and characters > limit:
             message = (
                 f"the request may take {plural(characters, 'character')}, prompts and max_tokens of all its sequences; "
-                f"characters_per_minute of client {client} is {limit}"
+                f"{self._stated(client, 'characters_per_minute')}"
             )
             raise ApiError(400, message)
-        now = self._clock()
-        with self._table:
-            moment = self._row(client, now) + 1
-            seconds = self._take(moment, characters * MINUTE / limit, now, must_wait)
-            restored_at = self._table.numbers[moment]
-        if seconds:
-            raise _refusal(client, "characters_per_minute", limit, seconds)
-        return Charge(characters, limit, restored_at)
+        now, found = self._clock(), self._find(client)
+        full_at = max(found.characters_at, now) + characters * MINUTE / limit
+        if must_wait and (seconds := _wait(full_at, now)):
+            raise self._refusal(client, "characters_per_minute", seconds)
+        found.characters_at = full_at
+        return Charge(characters, limit, full_at)
 
     def give_back(self, client: str, charge: Charge, num_run: int) -> None:
         """Give back the part of a charge that did not run, as far as it has not expired."""
+        found, now = self._clients.get(client), self._clock()
+        if found is not None:
+            unused = (charge.characters - num_run) * MINUTE / charge.limit
+            found.characters_at = max(found.characters_at, now) - min(unused, max(0.0, charge.restored_at - now))
+
+    def _find(self, client: str) -> _Client:
+        found = self._clients.get(client)
+        if found is None:
+            self._forget()
+            found = self._clients[client] = _Client()
+        else:
+            self._clients.move_to_end(client)
+        return found
+
+    def _forget(self) -> None:
+        """Forget up to two clients for each new one, so that idle ones become fewer."""
         now = self._clock()
-        seconds = min((charge.characters - num_run) * MINUTE / charge.limit, max(0.0, charge.restored_at - now))
-        with self._table:
-            self._take(self._row(client, now) + 1, -seconds, now)
+        for name, client in list(itertools.islice(self._clients.items(), 2)):
+            if client.num_running:
+                self._clients.move_to_end(name)
+            elif max(client.requests_at, client.characters_at) <= now or len(self._clients) >= self.MAX_CLIENTS:
+                del self._clients[name]
 
-    def _row(self, client: str, now: float) -> int:
-        try:
-            return self._table.row(f"client {client}", now)
-        except LookupError:
-            message = "requests of too many clients are in progress"
-            raise ApiError(429, message, code="rate_limit", retry_after_seconds=BUSY_RETRY_SECONDS) from None
+    def _part(self, limit: int | None) -> int | None:
+        """Return what this process may allow of a limit."""
+        return None if limit is None else -(-limit // self._num_processes)
 
-    def _take(self, moment: int, cost: float, now: float, must_wait: bool = True) -> float:
-        """Take an allowance of `cost` seconds if it is available or must_wait is False. Returns the seconds to wait."""
-        numbers = self._table.numbers
-        full_at = max(numbers[moment], now) + cost
-        seconds = full_at - now - MINUTE
-        if must_wait and seconds > ROUNDING:
-            return seconds
-        numbers[moment] = full_at
-        return 0.0
+    def _stated(self, client: str, name: str) -> str:
+        limit = getattr(self.of(client), name)
+        divided = f", {self._part(limit)} in each of {self._num_processes} HTTP processes"
+        return f"{name} of client {client} is {limit}{divided if self._num_processes > 1 else ''}"
+
+    def _refusal(self, client: str, name: str, seconds: float) -> ApiError:
+        retry_after = max(1, math.ceil(seconds))
+        return ApiError(429, self._stated(client, name), code="rate_limit", retry_after_seconds=retry_after)
 
 
-def _refusal(client: str, name: str, limit: int, seconds: float) -> ApiError:
-    message = f"{name} of client {client} is {limit}"
-    return ApiError(429, message, code="rate_limit", retry_after_seconds=max(1, math.ceil(seconds)))
+def _wait(full_at: float, now: float) -> float:
+    """Return the seconds to wait before a charge that would make the allowance whole again at `full_at`."""
+    seconds = full_at - now - MINUTE
+    return seconds if seconds > ROUNDING else 0.0

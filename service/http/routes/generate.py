@@ -145,7 +145,7 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, count
 
 def _draw(service: Service, client: str, body: GenerationRequest, prompts: list[list[int]]) -> Draw:
     """Return the limits of the exact answers of a prompt, at most the client's whole allowance."""
-    settings, most = service.settings, service.limits.of(client).characters_per_minute
+    settings, most = service.settings, service.limits.characters_per_minute(client)
     limits = []
     for name in ("max_candidates", "max_candidate_characters"):
         given, limit = getattr(body, name), getattr(settings, name)

@@ -28,7 +28,7 @@ from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.shared import SharedState, SharedTable
+from service.shared import SharedState
 from service.wire import Submit
 
 SMALL_BODY_BYTES = 1 << 12  # fields of a smaller body are not reserved unless the request waits
@@ -47,7 +47,6 @@ class Service:
         listing: Listing,
         checkpoints: Mapping[int, Checkpoint],
         state: SharedState,
-        table: SharedTable,
         *,
         backend: str,
         dtype: str,
@@ -65,7 +64,7 @@ class Service:
         self.attention_places, self.attention_turn = asyncio.Semaphore(MAX_ATTENTION_TEXTS), asyncio.Lock()
         self.attention_weights: WeakKeyDictionary[Model, dict[str, np.ndarray] | None] = WeakKeyDictionary()
         self.serve(listing, checkpoints)
-        self.limits = ClientLimits(settings, table)
+        self.limits = ClientLimits(settings)
         self.ledger = Ledger(settings, self.limits, state)
         self.exposition = Exposition(
             settings.model_name,
