@@ -14,6 +14,7 @@ import sys
 import termios
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -82,9 +83,12 @@ def server(checkpoint):
 
 
 def test_every_line_is_json_with_time_process_and_message(server):
-    for _ in range(20):
-        assert web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
-    wait_until(lambda: len({line["process"] for line in lines_of(server.output())}) == 5)
+    def ask(_):
+        return web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code
+
+    with ThreadPoolExecutor(8) as pool:  # until each HTTP process has accepted a connection
+        while len({line["process"] for line in lines_of(server.output())}) < 5:
+            assert {*pool.map(ask, range(8))} == {200}
     lines = lines_of(server.output())
     started = psutil.Process(server.process.pid).create_time() - 1  # rounded to kernel ticks
     pids = {}
