@@ -167,6 +167,7 @@ def build_document(
     schemas = models_json_schema(validated, ref_template=_ref("schemas", "{model}")["$ref"])[1]["$defs"]
     schemas |= msgspec.json.schema_components(answers, ref_template=_ref("schemas", "{name}")["$ref"])[1]
     _add_limits(schemas, requests, settings, tokenizer, model, vocab_size, attention or {}, example)
+    _add_formats(schemas)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         described = _operation(operation, schemas, settings, model)
@@ -393,6 +394,18 @@ def _bound(schema: dict[str, Any], bounds: Bounds) -> None:
     for part in (*schema.get("anyOf", ()), *schema.get("prefixItems", ()), items):
         if part:
             _bound(part, bounds)
+
+
+def _add_formats(node: Any) -> None:
+    """State the size of numbers, because generators of clients take 32 bits where nothing is said."""
+    if isinstance(node, dict):
+        for type, format in (("integer", "int64"), ("number", "double")):
+            if node.get("type") == type:
+                node["format"] = format
+        if len([branch for branch in node.get("anyOf", ()) if branch != {"type": "null"}]) > 1:
+            node.pop("default", None)  # generators cannot say of which branch it is, and write invalid programs
+    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _add_formats(part)
 
 
 # -- /openapi.json and /docs --

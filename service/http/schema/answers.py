@@ -281,7 +281,7 @@ class TokenizerInfo(msgspec.Struct):
     bos_token: Annotated[str | None, about("the meaning of an empty prompt: a line break, or the end of a record")]
     eos_token: Annotated[str | None, about("the end of a record: a line break, or U+001E after several lines")]
     unk_token: Annotated[str | None, about("the unknown symbol, U+FFFD, if the vocabulary has no rare characters")]
-    pad_token: None
+    pad_token: Annotated[str | None, about("always null: no padding")]
 
 
 class ModelCard(msgspec.Struct):
