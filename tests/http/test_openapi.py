@@ -243,7 +243,7 @@ def test_schemathesis_finds_no_undocumented_response(server, document):
     reports = [f"{info.failure.title}: {info.failure.message}\n{info.code_sample}"[:2000] for info in failures]
     assert not failures, "\n\n".join(reports)
     assert {status for _, status in answered if status >= 500} <= {504}
-    assert answered.total() >= 1500
+    assert answered.total() >= 1000
     labels = {f"{method.upper()} {path}" for method, path, _ in operations(document)}
     assert {label for label, status in answered if status == 200} == labels
 
