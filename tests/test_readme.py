@@ -66,6 +66,7 @@ docker, compose and stacks: --build --build-arg --build-context --cpus --cpuset-
 torchrun: --master-addr --master-port --nnodes --node-rank --nproc-per-node
 load tools: --backend --tokenizer --data --constraint --url --model --endpoint-type --streaming --prompt-corpus
   --synthetic-input-tokens-mean --output-tokens-mean --concurrency --request-count --users --run-time
+generators of clients: --path --output-path --library --schema-mappings
 others: --no-deps --target --build-lib --enable-feature
 """
 

@@ -25,8 +25,8 @@ from service.http.connection.addresses import address_of
 from service.http.connection.errors import ApiError
 from service.http.limits.memory import Lease
 from service.http.routes import attention, generate, info, score
-from service.http.routes.files import page
-from service.http.routes.openapi import HEADERS, Operation, build_document, documentation
+from service.http.routes.files import documentation, page
+from service.http.routes.openapi import HEADERS, Operation, build_document
 from service.http.routes.request import ClientLeftError, Request
 from service.http.routes.service import Service
 from service.http.schema import answers as s
@@ -147,16 +147,10 @@ class App:
     def add_files(self) -> None:
         """Add the page, and the OpenAPI document for the models that are served now."""
         service = self.service
-        model, models = service.default_model, service.models.values()
-        vocab_size = max(it.tokenizer.vocab_size for it in models)
-        shapes = [it.checkpoint.config for it in models]
-        bounds = {"text": max(map(attention.max_characters, models))}
-        bounds |= {name: max(getattr(shape, "n_" + name) for shape in shapes) - 1 for name in ("layer", "head")}
+        model = service.default_model
         example = model.checkpoint.example_prompt
-        document = build_document(
-            self.settings, model.tokenizer, self.operations, model.name, vocab_size, bounds, example
-        )
-        files = documentation(self.settings, document) | page()
+        document = build_document(self.settings, model.tokenizer, self.operations, model.name, example)
+        files = documentation(document) | page()
         if (root := self.settings.root_path) != "":  # the path of a proxy's prefix alone
             files[root] = files["/"]
         for path, file in files.items():

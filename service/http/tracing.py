@@ -123,10 +123,10 @@ def _attributes(request: Request, seconds: float) -> dict[str, Any]:
     }
     if generation.phases:
         attributes |= {
-            "gen_ai.latency.time_in_queue": timing.queue_seconds,
-            "gen_ai.latency.time_in_model_prefill": timing.prefill_seconds,
-            "gen_ai.latency.time_in_model_decode": timing.decode_seconds,
-            "gen_ai.latency.time_in_model_inference": timing.prefill_seconds + timing.decode_seconds,
+            "gen_ai.latency.time_in_queue": timing["queue_seconds"],
+            "gen_ai.latency.time_in_model_prefill": timing["prefill_seconds"],
+            "gen_ai.latency.time_in_model_decode": timing["decode_seconds"],
+            "gen_ai.latency.time_in_model_inference": timing["prefill_seconds"] + timing["decode_seconds"],
         }
     if generation.time_to_first_token is not None:
         attributes["gen_ai.latency.time_to_first_token"] = generation.time_to_first_token

@@ -1,10 +1,14 @@
-"""Turns of long work, and a large answer whose client is gone."""
+"""Turns of long work, and large answers: their JSON in parts, and a client that is gone."""
 
 import asyncio
+import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.http.connection import turns
+from service.http.routes.json_parts import json_parts, list_parts, sliced, text_parts
 from service.http.routes.stream import send_json
 
 pytestmark = pytest.mark.anyio
@@ -90,3 +94,22 @@ async def test_short_work_needs_no_turn(monkeypatch):
     for _ in range(100):
         await pause.if_due()
     assert asyncio.get_running_loop() not in turns._lines
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
+        lambda values: st.lists(values) | st.dictionaries(st.text(), values),
+    ),
+    st.integers(1, 3),
+)
+def test_json_in_parts_is_that_of_the_whole(content, size):
+    def in_parts(value):
+        """The same with an iterator in place of each text and list."""
+        if isinstance(value, dict):
+            return {name: in_parts(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return list_parts(sliced([in_parts(part) for part in value], size))
+        return text_parts(sliced(value, size)) if isinstance(value, str) else value
+
+    assert json.loads(b"".join(json_parts(in_parts(content)))) == content

@@ -155,8 +155,8 @@ async def test_the_time_per_character_is_that_after_the_first_ones(peer, counts)
     peer.send(*(Delta(it.id, [1] * n, "length", **times) for it, n in zip(peer.received, counts, strict=True)))
     await generation.whole()
     later = sum(counts) - len(counts)
-    assert generation.timing.decode_seconds == 6.0
-    assert generation.timing.seconds_per_character == (pytest.approx(6.0 * len(counts) / later) if later else None)
+    assert generation.timing["decode_seconds"] == 6.0
+    assert generation.timing["seconds_per_character"] == (pytest.approx(6.0 * len(counts) / later) if later else None)
 
 
 async def test_idle_workers_take_turns_and_come_before_busy_ones(sockets):

@@ -24,6 +24,7 @@ PROGRAMS = {  # by area
     "caddy": ("caddy",),
     "compiler": ("c++",),
     "curl": ("curl",),
+    "go": ("go",),
     "haproxy": ("haproxy",),
     "java": ("java", "javac"),
     "kubectl": ("kubectl",),

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic needs this before Python 3.12
 
 ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
 
 
-class ErrorDetails(msgspec.Struct):
-    message: Annotated[str, Meta(description="the field, what was given and what is allowed, in words")]
+class ErrorDetails(TypedDict):
+    message: Annotated[str, Field(description="the field, what was given and what is allowed, in words")]
     type: ErrorType
-    param: Annotated[str | None, Meta(description="the field of the request, dotted if it is nested")]
-    code: Annotated[str | None, Meta(description="what went wrong, for programs")]
+    param: Annotated[str | None, Field(description="the field of the request, dotted if it is nested")]
+    code: Annotated[str | None, Field(description="what went wrong, for programs")]
 
 
-class Error(msgspec.Struct):
+class Error(TypedDict):
     """The body of every error, as in OpenAI's API."""
 
     error: ErrorDetails
@@ -58,7 +59,8 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        return msgspec.json.encode(Error(ErrorDetails(self.message, self.type, self.param, self.code)))
+        error: Error = {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return msgspec.json.encode(error)
 
 
 class RefusedRequest(Exception):

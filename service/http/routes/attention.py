@@ -11,13 +11,12 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-from msgspec import UNSET
 
 from service.http.connection.errors import ApiError, invalid
-from service.http.routes.json_parts import HOLE, filled, joined, list_parts
+from service.http.routes.json_parts import json_parts, list_parts
 from service.http.routes.request import Request
 from service.http.routes.service import MAX_ATTENTION_TEXTS, Service
 from service.http.routes.stream import send_json
@@ -112,12 +111,20 @@ async def attention(service: Service, request: Request) -> None:
         message = f"the request took longer than {seconds:g} s, {service.timeout_name(request)}"
         raise ApiError(504, message, code="timeout")
     found: Found = future.result()
-    answer = AttentionAnswer(
-        request.id, model.name, model.digest, model.tokenizer.decode(ids), config.n_layer, config.n_head,
-        1 / math.sqrt(config.head_dim), HOLE, encoder.replaced, encoder.dropped,
-    )  # fmt: skip
-    of_heads = (_head(*of_head, body.scores, body.values) for of_head in found)
-    await send_json(request, filled(answer, joined(of_heads)))
+    data: Any = list_parts([_head(*of_head, body.scores, body.values)] for of_head in found)
+    answer: AttentionAnswer = {
+        "id": request.id,
+        "model": model.name,
+        "checkpoint_sha256": model.digest,
+        "text": model.tokenizer.decode(ids),
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "scale": 1 / math.sqrt(config.head_dim),
+        "data": data,
+        "replaced_characters": encoder.replaced,
+        "dropped_characters": encoder.dropped,
+    }
+    await send_json(request, json_parts(answer))
 
 
 async def _weights(service: Service, model: Model) -> dict[str, np.ndarray]:
@@ -140,9 +147,14 @@ async def _weights(service: Service, model: Model) -> dict[str, np.ndarray]:
     return weights
 
 
-def _head(layer: int, head: int, found: LayerAttention, with_scores: bool, with_values: bool) -> Iterator[bytes]:
-    content = HeadAttention(layer, head, HOLE, HOLE if with_scores else UNSET, HOLE if with_values else UNSET)
-    weights = ([np.round(row[: t + 1], 7).tolist()] for t, row in enumerate(found.weights))
-    parts = [found.scores] * with_scores + [found.values] * with_values
-    rows = [list_parts([row.tolist()] for row in np.round(part, 5)) for part in parts]
-    return filled(content, list_parts(weights), *rows)
+def _head(layer: int, head: int, found: LayerAttention, with_scores: bool, with_values: bool) -> HeadAttention:
+    def rows(matrix: np.ndarray) -> Any:
+        return list_parts([row.tolist()] for row in np.round(matrix, 5))
+
+    weights: Any = list_parts([np.round(row[: t + 1], 7).tolist()] for t, row in enumerate(found.weights))
+    of_head: HeadAttention = {"layer": layer, "head": head, "weights": weights}
+    if with_scores:
+        of_head["scores"] = rows(found.scores)
+    if with_values:
+        of_head["values"] = rows(found.values)
+    return of_head

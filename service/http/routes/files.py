@@ -1,15 +1,22 @@
-"""Static files with an ETag, and the page at /.
+"""Static files with an ETag, the page at /, and the documentation at /docs.
 
-The page consists of files in static/. Its headers let the browser run only those. Its links are relative, so that any
-prefix of a proxy works.
+The page consists of files in static/, and the documentation of files of Swagger UI's package. Their headers let the
+browser run only those. Their links are relative, so that any prefix of a proxy works.
 """
 
 from __future__ import annotations
 
+import re
+from base64 import b64encode
 from collections.abc import Mapping
 from hashlib import sha256
+from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi.openapi.docs import get_swagger_ui_html
 
 from service.http.routes.request import Request
 
@@ -64,4 +71,38 @@ def page() -> dict[str, File]:
     for file in sorted(STATIC.iterdir()):
         if file.name != INDEX:
             files[f"/page/{file.name}"] = File(file.read_bytes(), file.suffix, PAGE_HEADERS)
+    return files
+
+
+def documentation(document: dict[str, Any]) -> dict[str, File]:
+    """Return the OpenAPI document and its page by path. Swagger UI comes with its package: the page works offline."""
+    swagger = version("fastapi-swagger")
+    page = get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title=f"{document['info']['title']}: API",
+        swagger_js_url=f"docs/assets/swagger-ui-bundle.js?{swagger}",
+        swagger_css_url=f"docs/assets/swagger-ui.css?{swagger}",
+        swagger_favicon_url=f"docs/assets/favicon-32x32.png?{swagger}",
+        swagger_ui_parameters={"validatorUrl": None, "tryItOutEnabled": True, "displayRequestDuration": True},
+    )
+    body = bytes(page.body)
+    inline = re.findall(rb"<script>(.*?)</script>", body, re.S)
+    scripts = " ".join(f"'sha256-{b64encode(sha256(script).digest()).decode()}'" for script in inline)
+    policy = {
+        "Content-Security-Policy": f"default-src 'none'; script-src 'self' {scripts}; "
+        "style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+    }
+    fresh = {"Cache-Control": "no-cache"}  # the next start may have other settings
+    files = {
+        "/openapi.json": File(msgspec.json.encode(document), ".json", fresh),
+        "/docs": File(body, ".html", fresh | policy),
+    }
+    # The page requests them by version.
+    lasting = {"Cache-Control": "max-age=31536000, immutable", "X-Content-Type-Options": "nosniff"}
+    for asset in resources.files("fastapi_swagger").joinpath("resources").iterdir():
+        suffix = Path(asset.name).suffix
+        if suffix in MEDIA_TYPES:
+            files[f"/docs/assets/{asset.name}"] = File(asset.read_bytes(), suffix, lasting, "/docs/assets")
     return files

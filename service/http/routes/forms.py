@@ -6,18 +6,15 @@ Both have whole answers and events of streams. This module knows nothing about h
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from service.http.routes.json_parts import (
-    HOLE,
     MAX_CHARACTERS,
     MAX_NUMBERS,
-    filled,
-    joined,
+    json_parts,
     list_parts,
     sliced,
     text_parts,
@@ -29,7 +26,6 @@ from service.http.schema.answers import (
     Completion,
     CompletionChoice,
     CompletionChunk,
-    Exact,
     GenerateAnswer,
     GenerateChoice,
     GenerateEnd,
@@ -37,6 +33,7 @@ from service.http.schema.answers import (
     Receipt,
     TokenLogprobs,
     Usage,
+    usage,
 )
 from service.http.schema.requests import GenerationRequest
 from service.http.text.encoding import Encoder
@@ -91,18 +88,27 @@ class Form:
             every = [it.drawn for it in self.request.generations[0].sequences if it.drawn is not None]
             candidates, matches = sum(it.candidates for it in every), sum(it.matches for it in every)
             characters = sum(it.characters for it in every)
-            receipt.exact = Exact(candidates, matches, round(matches / max(1, candidates), 7), characters)
+            receipt["exact"] = {
+                "candidates": candidates,
+                "matches": matches,
+                "acceptance": round(matches / max(1, candidates), 7),
+                "characters": characters,
+            }
         return receipt
 
     @property
     def usage(self) -> Usage:
-        prompt, completion = self.request.num_prompt_tokens or 0, self.request.num_completion_tokens
-        return Usage(prompt, completion, prompt + completion)
+        return usage(self.request.num_prompt_tokens or 0, self.request.num_completion_tokens)
 
     def logprobs(self, piece: Piece) -> TokenLogprobs:
         start = self._offsets.get(piece.number, 0)
         end = self._offsets[piece.number] = start + len(piece.text)
-        return TokenLogprobs(list(piece.text), _values(piece), self._tops(piece), list(range(start, end)))
+        return {
+            "tokens": list(piece.text),
+            "token_logprobs": _values(piece),
+            "top_logprobs": self._tops(piece),
+            "text_offset": list(range(start, end)),
+        }
 
     def _tops(self, piece: Piece) -> list[dict[str, float] | None]:
         """Return the likeliest alternatives and the character itself, for each character."""
@@ -114,53 +120,82 @@ class Form:
             for own, (value, top) in zip(scored, piece.logprobs.rows(), strict=True)
         ]
 
+    def _logprob_parts(self, piece: Piece) -> Any:
+        """Return `logprobs` with iterators of JSON."""
+
+        def parts() -> Iterator[Piece]:
+            return (part for part in pieces_of(piece) if part.text)
+
+        return {
+            "tokens": list_parts(list(part.text) for part in parts()),
+            "token_logprobs": list_parts(map(_values, parts())),
+            "top_logprobs": list_parts(map(self._tops, parts())),
+            "text_offset": list_parts(map(list, sliced(range(len(piece.text))))),
+        }
+
     def whole(self, pieces: list[Piece], receipt: Receipt) -> bytes | Iterator[bytes]:
         """Return the whole answer, in parts if it is large."""
         if (_size(pieces[0]) if len(pieces) == 1 else sum(map(_size, pieces))) > 1:
-            return filled(self.answer(HOLE, receipt), joined(map(self._parts, pieces)))
+            choices: Any = list_parts([self._choice_in_parts(piece)] for piece in pieces)
+            return json_parts(self.answer(choices, receipt))
         choices = [
             self.choice(piece, piece.text, None if piece.logprobs is None else self.logprobs(piece)) for piece in pieces
         ]
         return _encode(self.answer(choices, receipt))
 
-    def _parts(self, piece: Piece) -> Iterator[bytes]:
-        """Yield the JSON of a choice."""
-        choice: Any = self.choice(piece, HOLE, None if piece.logprobs is None else HOLE)
-        parts: list[Iterable[bytes]] = [text_parts(piece.text)]
-        if piece.logprobs is not None:
-            logprobs = filled(
-                TokenLogprobs(HOLE, HOLE, HOLE, HOLE),
-                list_parts(list(part.text) for part in pieces_of(piece) if part.text),
-                list_parts(_values(part) for part in pieces_of(piece) if part.text),
-                list_parts(self._tops(part) for part in pieces_of(piece) if part.text),
-                list_parts(sliced(range(len(piece.text)))),
-            )
-            parts.append(logprobs)
-        return filled(choice, *parts)
+    def _choice_in_parts(self, piece: Piece) -> Any:
+        text: Any = text_parts(sliced(piece.text, MAX_CHARACTERS))
+        return self.choice(piece, text, None if piece.logprobs is None else self._logprob_parts(piece))
 
-    def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
+    def answer(self, choices: Any, receipt: Receipt) -> GenerateAnswer | Completion:
         """Return the whole answer."""
-        return GenerateAnswer(self.request.id, self.model, choices, self.usage, receipt)
+        return {
+            "id": self.request.id,
+            "model": self.model,
+            "choices": choices,
+            "usage": self.usage,
+            "chargpt": receipt,
+        }
 
-    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> GenerateChoice | CompletionChoice:
         """Return a complete choice."""
-        reason = piece.finish_reason
-        return GenerateChoice(
-            piece.number, text, reason, piece.seed, UNSET if logprobs is None else logprobs, _is_exact(piece)
-        )
+        choice: GenerateChoice = {
+            "index": piece.number,
+            "text": text,
+            "finish_reason": piece.finish_reason,
+            "seed": piece.seed,
+        }
+        if logprobs is not None:
+            choice["logprobs"] = logprobs
+        if piece.is_exact is not None:
+            choice["exact"] = piece.is_exact
+        return choice
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
         """Return the JSON of a piece. is_last: it is the last piece of those written together."""
-        usage = self.usage if self.continuous_usage else UNSET
-        logprobs = UNSET if piece.logprobs is None else self.logprobs(piece)
-        event = GenerateEvent(
-            piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, _is_exact(piece), usage=usage
-        )
+        event: GenerateEvent = {
+            "index": piece.number,
+            "text": piece.text,
+            "finish_reason": piece.finish_reason,
+            "seed": piece.seed,
+        }
+        if piece.logprobs is not None:
+            event["logprobs"] = self.logprobs(piece)
+        if piece.is_exact is not None:
+            event["exact"] = piece.is_exact
+        if self.continuous_usage:
+            event["usage"] = self.usage
         return _encode(event)
 
     def end(self) -> bytes:
         """Return the JSON of the event after the last piece; empty: there is none."""
-        return _encode(GenerateEnd(self.request.id, self.model, self.usage, self.receipt))
+        end: GenerateEnd = {
+            "id": self.request.id,
+            "model": self.model,
+            "usage": self.usage,
+            "chargpt": self.receipt,
+        }
+        return _encode(end)
 
 
 class CompletionForm(Form):
@@ -172,31 +207,54 @@ class CompletionForm(Form):
         self.include_usage = self._body.stream_options.include_usage
         self.continuous_usage = self.continuous_usage and self.include_usage
 
-    def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
-        return Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt)
+    def answer(self, choices: Any, receipt: Receipt) -> Completion:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": self.usage,
+            "chargpt": receipt,
+        }
 
-    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
-        return CompletionChoice(piece.number, text, logprobs, piece.finish_reason, piece.seed, _is_exact(piece))
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> CompletionChoice:
+        choice: CompletionChoice = {
+            "index": piece.number,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+            "seed": piece.seed,
+        }
+        if piece.is_exact is not None:
+            choice["exact"] = piece.is_exact
+        return choice
+
+    def _chunk(self, choices: list[ChunkChoice]) -> CompletionChunk:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
-        usage: Usage | None | UnsetType = None if self.include_usage else UNSET
-        if self.continuous_usage:
-            usage = self.usage
         logprobs = None if piece.logprobs is None else self.logprobs(piece)
-        choice = ChunkChoice(piece.number, piece.text, logprobs, piece.finish_reason, piece.seed, _is_exact(piece))
-        chunk = CompletionChunk(self.id, "text_completion", self.created, self.model, [choice], usage)
+        choice: Any = self.choice(piece, piece.text, logprobs)  # whose finish_reason may be null here
+        chunk = self._chunk([choice])
+        if self.include_usage:
+            chunk["usage"] = self.usage if self.continuous_usage else None
         if is_last and piece.finish_reason is not None and all([it.is_finished for it in self.request.generations]):
-            chunk.chargpt = self.receipt
+            chunk["chargpt"] = self.receipt
         return _encode(chunk)
 
     def end(self) -> bytes:
         if not self.include_usage:
             return b""
-        return _encode(CompletionChunk(self.id, "text_completion", self.created, self.model, [], self.usage))
-
-
-def _is_exact(piece: Piece) -> bool | UnsetType:
-    return UNSET if piece.is_exact is None else piece.is_exact
+        chunk = self._chunk([])
+        chunk["usage"] = self.usage
+        return _encode(chunk)
 
 
 def _values(piece: Piece) -> list[float | None]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from service import release
 from service.http.connection.turns import Pause
 from service.http.routes.attention import max_characters
-from service.http.routes.json_parts import HOLE, MAX_NUMBERS, filled, list_parts, sliced
+from service.http.routes.json_parts import json_parts, list_parts, sliced, text_parts
 from service.http.routes.request import JSON, NO_STORE, Request
 from service.http.routes.service import Service
 from service.http.routes.stream import send_json
@@ -38,7 +38,7 @@ def published(training: dict[str, Any]) -> dict[str, Any]:
     return published
 
 
-async def _respond(request: Request, content: msgspec.Struct, status: int = 200) -> None:
+async def _respond(request: Request, content: Mapping[str, object], status: int = 200) -> None:
     await request.respond(msgspec.json.encode(content), JSON | NO_STORE, status)
 
 
@@ -47,10 +47,16 @@ async def tokenize(service: Service, request: Request) -> None:
     body, model = await service.read(TokenizeRequest, request)
     encoder, text = Encoder(service.settings, model, body, request.client), body.prompt
     count = await encoder.count(text, "prompt")
-    answer = s.TokenizeAnswer(count, service.settings.max_prompt_characters, HOLE, encoder.replaced, encoder.dropped)
     # Encode again while writing, because the ids of a text take up to eight times its memory.
-    slices = (encoder.encode_part(text[i : i + MAX_NUMBERS]) for i in range(0, len(text), MAX_NUMBERS))
-    await send_json(request, filled(answer, list_parts(filter(None, slices))))
+    tokens: Any = list_parts(filter(None, map(encoder.encode_part, sliced(text))))
+    answer: s.TokenizeAnswer = {
+        "count": count,
+        "max_model_len": service.settings.max_prompt_characters,
+        "tokens": tokens,
+        "replaced_characters": encoder.replaced,
+        "dropped_characters": encoder.dropped,
+    }
+    await send_json(request, json_parts(answer))
 
 
 async def detokenize(service: Service, request: Request) -> None:
@@ -62,9 +68,9 @@ async def detokenize(service: Service, request: Request) -> None:
         await pause.if_due()
     if model.vocab_size <= 257:  # Python shares these ids
         request.lease.hold(sys.getsizeof(body.tokens))
-    texts = map(model.tokenizer.decode, sliced(body.tokens))  # decoded while they are written
-    parts = itertools.chain([b'"'], (msgspec.json.encode(text)[1:-1] for text in texts), [b'"'])
-    await send_json(request, filled(s.DetokenizeAnswer(HOLE), parts))
+    prompt: Any = text_parts(map(model.tokenizer.decode, sliced(body.tokens)))  # decoded while it is written
+    answer: s.DetokenizeAnswer = {"prompt": prompt}
+    await send_json(request, json_parts(answer))
 
 
 async def tokenizer_info(service: Service, request: Request) -> None:
@@ -74,17 +80,32 @@ async def tokenizer_info(service: Service, request: Request) -> None:
     end = model.record_end_character
     beginning = end or ("\n" if "\n" in tokenizer else None)
     unknown = None if tokenizer.unknown_id is None else UNKNOWN
-    await _respond(request, s.TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, unknown, None))
+    answer: s.TokenizerInfo = {
+        "tokenizer_class": "CharTokenizer",
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token": beginning,
+        "eos_token": end,
+        "unk_token": unknown,
+        "pad_token": None,
+    }
+    await _respond(request, answer)
 
 
 def _model_card(service: Service, model: Model) -> s.ModelCard:
-    return s.ModelCard(model.name, "model", model.created_at, "chargpt", service.settings.max_prompt_characters)
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_at,
+        "owned_by": "chargpt",
+        "max_model_len": service.settings.max_prompt_characters,
+    }
 
 
 async def models(service: Service, request: Request) -> None:
     """List the served models, as OpenAI does; the default one comes first."""
     models = sorted(service.models.values(), key=lambda model: model is not service.default_model)
-    await _respond(request, s.ModelList("list", [_model_card(service, model) for model in models]))
+    answer: s.ModelList = {"object": "list", "data": [_model_card(service, model) for model in models]}
+    await _respond(request, answer)
 
 
 async def model(service: Service, request: Request) -> None:
@@ -95,48 +116,47 @@ async def model(service: Service, request: Request) -> None:
 async def info(service: Service, request: Request) -> None:
     """Describe what is served: the checkpoint, its losses, limits, backend, devices and versions."""
     settings, model = service.settings, service.find(dict(request.query_fields).get("model"))
-    await _respond(
-        request,
-        s.Info(
-            s.ServedModel(
-                model.name,
-                model.digest,
-                {name: getattr(model.checkpoint.config, name) for name in CONFIG_NAMES},
-                "".join(model.tokenizer.characters),
-                model.record_end is not None,
-                model.checkpoint.example_prompt,
-                published(model.checkpoint.training),
-            ),
-            list(service.models),
-            s.Limits(
-                **{name: getattr(settings, name) for name in s.Limits.__struct_fields__ if hasattr(settings, name)}
-                | {"max_running_requests": service.slots}
-                | {"max_attention_characters": max_characters(model) if settings.attention else 0}
-            ),
-            settings.unknown_characters,
-            service.backend,
-            service.dtype,
-            service.devices,
-            {name: release(name) for name in ("chargpt", "torch", "litserve")},
-        ),
-    )
+    others = {
+        "max_running_requests": service.slots,
+        "max_attention_characters": max_characters(model) if settings.attention else 0,
+    }
+    limits: Any = {name: others.get(name, getattr(settings, name, None)) for name in s.Limits.__annotations__}
+    answer: s.Info = {
+        "model": {
+            "name": model.name,
+            "checkpoint_sha256": model.digest,
+            "config": {name: getattr(model.checkpoint.config, name) for name in CONFIG_NAMES},
+            "vocabulary": "".join(model.tokenizer.characters),
+            "records": model.record_end is not None,
+            "example_prompt": model.checkpoint.example_prompt,
+            "training": published(model.checkpoint.training),
+        },
+        "models": list(service.models),
+        "limits": limits,
+        "unknown_characters": settings.unknown_characters,
+        "backend": service.backend,
+        "dtype": service.dtype,
+        "devices": service.devices,
+        "versions": {name: release(name) for name in ("chargpt", "torch", "litserve")},
+    }
+    await _respond(request, answer)
 
 
 async def livez(service: Service, request: Request) -> None:
     """Check that this HTTP process answers and the main process is responsive."""
     if not service.state.is_responsive("main", 2 * service.settings.hang_seconds):
-        return await _respond(request, s.Status("main process hangs"), 503)
-    await _respond(request, s.Status("alive"))
+        return await _respond(request, {"status": "main process hangs"}, 503)
+    await _respond(request, {"status": "alive"})
 
 
 async def readyz(service: Service, request: Request) -> None:
     """Check that requests are accepted: not at the start, without a worker, or during a shutdown."""
     if service.state.is_in("leaving"):
         is_draining = service.state.is_in("draining")
-        return await _respond(request, s.Status("draining" if is_draining else "shutting down"), 503)
+        return await _respond(request, {"status": "draining" if is_draining else "shutting down"}, 503)
     if not service.is_ready:
-        return await _respond(request, s.Status("no worker"), 503)
-    await _respond(request, s.Status("ready"))
+        return await _respond(request, {"status": "no worker"}, 503)
+    await _respond(request, {"status": "ready"})
 
 
 async def prometheus(service: Service, request: Request) -> None:

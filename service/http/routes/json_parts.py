@@ -4,52 +4,62 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 MAX_NUMBERS = 1024  # encoded at a time: about 1 ms
 MAX_CHARACTERS = 1 << 16  # of a text, encoded at a time
 
-HOLE: Any = msgspec.Raw(b"\0")  # stands for a part of an answer; JSON never contains this byte
-
-_encode = msgspec.json.encode
-
-
-def filled(content: msgspec.Struct, *parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the JSON of `content` with parts in place of its holes."""
-    first, *rest = _encode(content).split(b"\0")
-    yield first
-    for part, after in zip(parts, rest, strict=True):
-        yield from part
-        yield after
+Some = TypeVar("Some", bound=Sequence[Any])
+_HOLE = msgspec.Raw(b"\0")  # where parts follow; JSON never contains this byte
 
 
-def text_parts(text: str) -> Iterator[bytes]:
-    """Yield the JSON of a text."""
-    yield b'"'
-    for i in range(0, len(text), MAX_CHARACTERS):
-        yield _encode(text[i : i + MAX_CHARACTERS])[1:-1]
-    yield b'"'
+def json_parts(content: Any) -> Iterator[bytes]:
+    """Yield the JSON of `content`. An iterator in it, as of text_parts, yields the JSON of its place."""
+    return _filled(*_encoded(content))
 
 
 def list_parts(slices: Iterable[list[Any]]) -> Iterator[bytes]:
-    """Yield the JSON of a list from slices that are not empty."""
-    return joined([_encode(some)[1:-1]] for some in slices)
-
-
-def joined(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """Yield the JSON of a list from the parts of its items."""
+    """Yield the JSON of a list from slices that are not empty. Their items may contain iterators, as in json_parts."""
     before = b"["
-    for item in items:
+    for some in slices:
+        json, inner = _encoded(some)
         yield before
-        yield from item
+        yield from _filled(json[1:-1], inner)
         before = b","
     yield b"]" if before == b"," else b"[]"
 
 
-def sliced(items: Sequence[Any]) -> Iterator[list[Any]]:
-    return (list(items[i : i + MAX_NUMBERS]) for i in range(0, len(items), MAX_NUMBERS))
+def text_parts(texts: Iterable[str]) -> Iterator[bytes]:
+    """Yield the JSON of a text from its slices."""
+    yield b'"'
+    for text in texts:
+        yield msgspec.json.encode(text)[1:-1]
+    yield b'"'
+
+
+def sliced(items: Some, size: int = MAX_NUMBERS) -> Iterator[Some]:
+    return (items[i : i + size] for i in range(0, len(items), size))  # type: ignore[misc]
+
+
+def _encoded(content: Any) -> tuple[bytes, list[Iterator[bytes]]]:
+    """Return the JSON of `content` with a hole for each iterator in it, and these."""
+    inner: list[Iterator[bytes]] = []
+
+    def leave_hole(parts: Iterator[bytes]) -> msgspec.Raw:
+        inner.append(parts)
+        return _HOLE
+
+    return msgspec.json.encode(content, enc_hook=leave_hole), inner
+
+
+def _filled(json: bytes, inner: list[Iterator[bytes]]) -> Iterator[bytes]:
+    first, *rest = json.split(b"\0")
+    yield first
+    for parts, after in zip(inner, rest, strict=True):
+        yield from parts
+        yield after
 
 
 _BREAK = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")  # U+0085, U+2028, U+2029

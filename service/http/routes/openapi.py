@@ -1,8 +1,8 @@
-"""The OpenAPI document of a server, and the page that shows it: /openapi.json and /docs.
+"""/openapi.json, the OpenAPI document of a server.
 
-The document is built from the table of routes (app.py) and the schemas of requests (requests.py) and answers
-(answers.py). It adds the bounds of this server's settings and checkpoint, and examples in its vocabulary. A test
-compares the document with the application, and schemathesis compares a running server with the document.
+The document is built from the table of routes (app.py) and the types of requests (requests.py) and answers
+(answers.py), with examples in the model's vocabulary. /info has the limits of a server. A test compares the document
+with the application, schemathesis compares a running server with the document, and generators make clients from it.
 """
 
 from __future__ import annotations
@@ -10,27 +10,19 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import re
-from base64 import b64encode
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from hashlib import sha256
-from importlib import resources
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import msgspec
-from fastapi.openapi.docs import get_swagger_ui_html
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaValue
+from pydantic_core import core_schema
 
 from service import release
 from service.http.connection.errors import Error
-from service.http.routes.files import MEDIA_TYPES, File
+from service.http.routes.examples import adapt_examples, request_examples
 from service.http.routes.request import Request
 from service.http.routes.service import Service
-from service.http.schema import requests as b
 from service.http.schema.answers import AttentionAnswer
 from service.http.schema.foreign import MAX_UNKNOWN_FIELDS
 from service.model.tokenizer import CharTokenizer
@@ -118,9 +110,9 @@ class Operation:
     handler: Handler
     name: str  # operationId
     tag: str
-    answer: type[msgspec.Struct] | None = None
+    answer: type[Any] | None = None
     request: type[BaseModel] | None = None  # schema of the body; None: the method is GET
-    events: tuple[type[msgspec.Struct], ...] = ()  # of a stream
+    events: tuple[type[Any], ...] = ()  # of a stream
     runs_model: bool = False
     failures: tuple[int, ...] = ()  # besides BODY and RUN
     is_probe: bool = False
@@ -144,29 +136,44 @@ class Operation:
         return ["POST"] if self.request else ["GET", "HEAD"]
 
 
+class _Schemas(GenerateJsonSchema):
+    """States the size of numbers, because generators of clients take 32 bits where nothing is said."""
+
+    def int_schema(self, schema: core_schema.IntSchema) -> JsonSchemaValue:
+        return super().int_schema(schema) | {"format": "int64"}
+
+    def float_schema(self, schema: core_schema.FloatSchema) -> JsonSchemaValue:
+        return super().float_schema(schema) | {"format": "double"}
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # it would repeat the name
+
+
 def build_document(
     settings: Settings,
     tokenizer: CharTokenizer,
     operations: Iterable[Operation],
     model: str | None = None,
-    vocab_size: int = 0,
-    attention: Mapping[str, int] | None = None,
     example: str = "",
 ) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of a server with these settings, with examples for a model.
+    """Return the OpenAPI 3.1 document of a server, with examples for a model.
 
-    tokenizer: the model's; example: a prompt for it; vocab_size: that of the largest vocabulary served; attention:
-    bounds of fields of /v1/attention, for the largest model.
+    tokenizer: the model's; example: a prompt for it.
     """
     operations, model = list(operations), model or settings.model_name
-    vocab_size = max(vocab_size, tokenizer.vocab_size)
     requests = [it.request for it in operations if it.request is not None]
-    events = [event for it in operations for event in it.events]
-    answers = [*events, *(it.answer for it in operations if it.answer is not None), Error]
-    validated: list[tuple[type[BaseModel], Any]] = [(request, "validation") for request in requests]
-    schemas = models_json_schema(validated, ref_template=_ref("schemas", "{model}")["$ref"])[1]["$defs"]
-    schemas |= msgspec.json.schema_components(answers, ref_template=_ref("schemas", "{name}")["$ref"])[1]
-    _add_limits(schemas, requests, settings, tokenizer, model, vocab_size, attention or {}, example)
+    answers = [type for it in operations for type in (it.answer, *it.events) if type is not None]
+    modes: list[tuple[type[Any], JsonSchemaMode]] = [(request, "validation") for request in requests]
+    modes += [(answer, "serialization") for answer in dict.fromkeys([*answers, Error])]
+    schemas = TypeAdapter.json_schemas(
+        [(type.__name__, mode, TypeAdapter(type)) for type, mode in modes],
+        ref_template=_ref("schemas", "{model}")["$ref"],
+        schema_generator=_Schemas,
+    )[1]["$defs"]
+    for request in requests:
+        schema = schemas[request.__name__]
+        schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: item[0] != "prompt"))
+        adapt_examples(schema["properties"], tokenizer, model, example)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         described = _operation(operation, schemas, settings, model)
@@ -241,7 +248,7 @@ def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings
     if description:
         described["description"] = description
     if operation.request is not None:
-        body = _json(operation.request.__name__, examples=_request_examples(operation.request, schemas))
+        body = _json(operation.request.__name__, examples=request_examples(operation.request, schemas))
         described["requestBody"] = {"required": True, "content": body}
     if "{model}" in operation.path:
         schema = {"type": "string", "examples": [model]}
@@ -254,10 +261,9 @@ def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings
     return described
 
 
-def _event_stream(events: tuple[type[msgspec.Struct], ...]) -> dict[str, Any]:
+def _event_stream(events: tuple[type[Any], ...]) -> dict[str, Any]:
     """Describe a stream. OpenAPI 3.1 cannot describe events, so this uses the schema of 3.2 with the prefix x-."""
-    named: list[type[msgspec.Struct]] = [*events, Error]
-    references = [_ref("schemas", event.__name__) for event in named]
+    references = [_ref("schemas", event.__name__) for event in (*events, Error)]
     data = {"contentMediaType": "application/json", "contentSchema": {"anyOf": references}}
     return {
         "schema": {"type": "string"},
@@ -279,157 +285,3 @@ def _response(description: str, content: dict[str, Any] | None = None, *headers:
 
 def _json(schema: str, **more: Any) -> dict[str, Any]:
     return {"application/json": {"schema": _ref("schemas", schema), **more}}
-
-
-# -- examples and bounds of this server --
-
-
-def _request_examples(request: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return bodies made of the examples of their fields."""
-    examples = {name: field["examples"][0] for name, field in schemas[request.__name__]["properties"].items()}
-    (main,) = [name for name in ("prompt", "texts", "text", "tokens") if name in examples]
-    body = {main: examples[main]}
-    bodies = {main.replace("prompt", "a text"): body}
-    if issubclass(request, b.GenerationRequest):
-        prompt, end = body["prompt"], body["prompt"][-1]
-        body |= {"max_tokens": examples["max_tokens"]}
-        if request is b.CompletionRequest:
-            body |= {"model": examples["model"]}
-        bodies |= {
-            "a stream": body | {"seed": 1, "stream": True},
-            "answers to several prompts": body | {"prompt": [prompt, end], "n": 2, "temperature": 0.8},
-            "up to a stop": body | {"stop": [end], "logprobs": 1},
-            "one of two texts": body | {"choice": [prompt[0], end]},
-            "between prompt and suffix": body | {"suffix": prompt, "best_of": 4},
-        }
-    elif request is b.ScoreRequest:
-        bodies["continuations"] = {name: examples[name] for name in ("prefix", "continuations", "characters")}
-    elif request is b.AttentionRequest:
-        bodies["one head"] = {name: examples[name] for name in ("text", "layer", "head", "scores")}
-    return {name.replace(" ", "_"): {"summary": name, "value": value} for name, value in bodies.items()}
-
-
-def _in_vocabulary(value: Any, tokenizer: CharTokenizer) -> Any:
-    """Return an example with unknown characters and ids replaced."""
-    match value:
-        case str():
-            return tokenizer.adapted(value)
-        case int():
-            return min(value, tokenizer.vocab_size - 1)
-        case list():
-            return [_in_vocabulary(part, tokenizer) for part in value]
-        case dict():
-            return {_in_vocabulary(key, tokenizer): part for key, part in value.items()}
-    return value
-
-
-TEXTS = {
-    "prompt", "suffix", "choice", "allowed_characters", "allowed_token_ids", "stop_token_ids", "bad_words",
-    "logit_bias", "texts", "prefix", "continuations", "tokens", "text",
-}  # fmt: skip
-Bounds = dict[str, dict[str, int]]  # by type: string, integer, object, ids (a list of ids), array
-
-
-def _add_limits(
-    schemas: dict[str, Any],
-    requests: list[type[BaseModel]],
-    settings: Settings,
-    tokenizer: CharTokenizer,
-    model: str,
-    vocab_size: int,
-    attention: Mapping[str, int],
-    example: str,
-) -> None:
-    """Add the bounds that the routes check against settings and vocabulary, and make the examples valid."""
-    V, longest, most, texts = vocab_size, settings.max_prompt_characters, settings.max_prompts, settings.max_score_texts
-    id, tokens, count = {"maximum": V - 1}, {"maximum": settings.max_tokens}, {"maximum": most}
-    pattern = {"maxLength": settings.max_regex_characters}
-    bounds: dict[str, Bounds] = {
-        "prompt": {
-            "integer": id, "string": {"maxLength": longest}, "ids": {"maxItems": longest}, "array": {"maxItems": most},
-        },
-        "tokens": {"integer": id}, "stop_token_ids": {"integer": id}, "allowed_token_ids": {"integer": id},
-        "logit_bias": {"integer": id, "object": {"maxProperties": V}, "pairs": {"maxItems": V}},
-        "max_tokens": {"integer": tokens}, "min_tokens": {"integer": tokens},
-        "n": {"integer": count}, "best_of": {"integer": count}, "seed": {"ids": {"maxItems": most}},
-        "logprobs": {"integer": {"maximum": V}}, "regex": {"string": pattern}, "stop_regex": {"string": pattern},
-        **dict.fromkeys(("texts", "continuations"), {"array": {"maxItems": texts}}),
-    }  # fmt: skip
-    if attention:
-        bounds |= {"text": {"string": {"maxLength": attention["text"]}}}
-        bounds |= {name: {"integer": {"maximum": attention[name]}} for name in ("layer", "head")}
-    for request in requests:
-        schema = schemas[request.__name__]
-        fields = schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: item[0] != "prompt"))
-        for name, field in fields.items():
-            if field.get("default", ...) is None:  # the description says what the default is
-                del field["default"]
-            if request is not b.TokenizeRequest:
-                _bound(field, bounds.get(name, {}))
-            for branch in field.get("anyOf", ()) if name in ("prompt", "seed", "texts", "continuations") else ():
-                if branch.get("type") == "array":
-                    branch["minItems"] = 1
-            examples = field["examples"]
-            if name == "model":
-                examples = [model]
-            elif name == "prompt" and request is not b.NextRequest:
-                # Records begin with an empty prompt. A letter shows more.
-                examples = [example.strip() or next(filter(str.isalpha, tokenizer.characters), tokenizer.characters[0])]
-            elif name in ("max_tokens", "min_tokens"):
-                field["default"] = min(field["default"], settings.max_tokens)
-                examples = [min(it, settings.max_tokens) for it in examples]
-            elif name in attention:
-                limit = attention[name]
-                examples = [it[:limit] if isinstance(it, str) else min(it, limit) for it in examples]
-            field["examples"] = _in_vocabulary(examples, tokenizer) if name in TEXTS else examples
-
-
-def _bound(schema: dict[str, Any], bounds: Bounds) -> None:
-    """Add bounds to each schema of their type within the schema of a field."""
-    type, items = schema.get("type", ""), schema.get("items", {})
-    if type == "array":
-        type = "pairs" if "prefixItems" in items else "ids" if items.get("type") == "integer" else type
-    schema.update(bounds.get(type, {}))
-    for part in (*schema.get("anyOf", ()), *schema.get("prefixItems", ()), items):
-        if part:
-            _bound(part, bounds)
-
-
-# -- /openapi.json and /docs --
-
-
-def documentation(settings: Settings, document: dict[str, Any]) -> dict[str, File]:
-    """Return the document and its page by path. Swagger UI comes from its package, so the page works offline.
-
-    The page's links are relative, so that any prefix works.
-    """
-    swagger = version("fastapi-swagger")
-    page = get_swagger_ui_html(
-        openapi_url="openapi.json",
-        title=f"{settings.model_name}: API",
-        swagger_js_url=f"docs/assets/swagger-ui-bundle.js?{swagger}",
-        swagger_css_url=f"docs/assets/swagger-ui.css?{swagger}",
-        swagger_favicon_url=f"docs/assets/favicon-32x32.png?{swagger}",
-        swagger_ui_parameters={"validatorUrl": None, "tryItOutEnabled": True, "displayRequestDuration": True},
-    )
-    body = bytes(page.body)
-    inline = re.findall(rb"<script>(.*?)</script>", body, re.S)
-    scripts = " ".join(f"'sha256-{b64encode(sha256(script).digest()).decode()}'" for script in inline)
-    policy = {
-        "Content-Security-Policy": f"default-src 'none'; script-src 'self' {scripts}; "
-        "style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'",
-        "X-Content-Type-Options": "nosniff",
-    }
-    fresh = {"Cache-Control": "no-cache"}  # the next start may have other settings
-    files = {
-        "/openapi.json": File(msgspec.json.encode(document), ".json", fresh),
-        "/docs": File(body, ".html", fresh | policy),
-    }
-    # The page requests them by version.
-    lasting = {"Cache-Control": "max-age=31536000, immutable", "X-Content-Type-Options": "nosniff"}
-    for asset in resources.files("fastapi_swagger").joinpath("resources").iterdir():
-        suffix = Path(asset.name).suffix
-        if suffix in MEDIA_TYPES:
-            files[f"/docs/assets/{asset.name}"] = File(asset.read_bytes(), suffix, lasting, "/docs/assets")
-    return files

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-
-from msgspec import UNSET
+from collections.abc import Iterator
+from typing import Any
 
 from service.http.connection.errors import invalid
 from service.http.connection.turns import Pause
-from service.http.routes.json_parts import HOLE, MAX_NUMBERS, filled, joined, list_parts, sliced
+from service.http.routes.json_parts import MAX_NUMBERS, json_parts, list_parts, sliced
 from service.http.routes.request import Request
 from service.http.routes.service import Service
 from service.http.routes.stream import receipt_headers, send_json
-from service.http.schema.answers import Next, NextAnswer, NextCharacter, Score, ScoreAnswer, Usage
+from service.http.schema.answers import Next, NextAnswer, NextCharacter, Score, ScoreAnswer, usage
 from service.http.schema.requests import NextRequest, ScoreRequest
 from service.http.text.encoding import Encoder, begun
 from service.http.text.model import Model
@@ -57,21 +56,31 @@ async def score(service: Service, request: Request) -> None:
     scores = [await _score(i, its_logprobs, pause) for i, its_logprobs in enumerate(logprobs)]
     if encoder.policy != "refuse" or model.tokenizer.unknown_id is not None:
         for item in scores:
-            item.unknown_characters = unknown[item.index]
+            item["unknown_characters"] = unknown[item["index"]]
     if is_ranking:
-        for rank, item in enumerate(sorted(scores, key=lambda item: (item.nats, item.index)), 1):
-            item.rank = rank
-    receipt = service.receipt(encoder, generation.timing) if generation is not None else UNSET
+        for rank, item in enumerate(sorted(scores, key=lambda item: (item["nats"], item["index"])), 1):
+            item["rank"] = rank
 
-    def parts(item: Score) -> Iterator[bytes]:
-        if not body.characters:
-            return filled(item)
-        item.character_nats = HOLE
-        has_first = bool(not before and prompts[item.index])  # nothing precedes it
-        return filled(item, list_parts(_character_nats(logprobs[item.index], has_first)))
+    def complete(item: Score) -> list[Score]:
+        if body.characters:
+            has_first = bool(not before and prompts[item["index"]])  # nothing precedes it
+            nats: Any = list_parts(_character_nats(logprobs[item["index"]], has_first))
+            item["character_nats"] = nats
+        return [item]
 
-    content = ScoreAnswer(request.id, model.name, "list", HOLE, Usage.of(request.num_prompt_tokens), receipt)
-    await _send(request, content, map(parts, scores))
+    data: Any = list_parts(map(complete, scores))
+    answer: ScoreAnswer = {
+        "id": request.id,
+        "model": model.name,
+        "object": "list",
+        "data": data,
+        "usage": usage(request.num_prompt_tokens),
+    }
+    headers = {}
+    if generation is not None:
+        answer["chargpt"] = service.receipt(encoder, generation.timing)
+        headers = receipt_headers(answer["chargpt"])
+    await send_json(request, json_parts(answer), headers)
 
 
 async def _encoded(
@@ -122,10 +131,15 @@ async def _score(index: int, logprobs: Logprobs, pause: Pause) -> Score:
             values.append(-partial)
         await pause.if_due()
     total, count = 0.0 - math.fsum(partials), len(logprobs)
-    if not count:
-        return Score(index, 0, total, None, None, None)
-    mean = total / count
-    return Score(index, count, total, mean, mean / math.log(2), math.exp(mean))
+    mean = total / count if count else None
+    return {
+        "index": index,
+        "characters": count,
+        "nats": total,
+        "nats_per_character": mean,
+        "bits_per_character": None if mean is None else mean / math.log(2),
+        "perplexity": None if mean is None else math.exp(mean),
+    }
 
 
 def _character_nats(logprobs: Logprobs, has_first: bool) -> Iterator[list[float | None]]:
@@ -163,24 +177,32 @@ async def next_character(service: Service, request: Request) -> None:
     encoder.count_unknown()
 
     pieces = await generation.whole()
-    usage, receipt = Usage.of(request.num_prompt_tokens), service.receipt(encoder, generation.timing)
-    content = NextAnswer(request.id, model.name, "list", HOLE, usage, receipt)
     # No row for a sequence that ended because the client left.
-    await _send(request, content, (_next(model, it.number, it.logprobs) for it in pieces if it.logprobs))
+    data: Any = list_parts([_next(model, it.number, it.logprobs)] for it in pieces if it.logprobs)
+    answer: NextAnswer = {
+        "id": request.id,
+        "model": model.name,
+        "object": "list",
+        "data": data,
+        "usage": usage(request.num_prompt_tokens),
+        "chargpt": service.receipt(encoder, generation.timing),
+    }
+    await send_json(request, json_parts(answer), receipt_headers(answer["chargpt"]))
 
 
-def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
-    """Yield the JSON of the distribution in the first row."""
+def _next(model: Model, index: int, logprobs: Logprobs) -> Next:
+    """Return the distribution in the first row."""
     ((_, top),) = logprobs.part(0, 1).rows()
     entropy = -math.fsum(math.exp(value) * value for _, value in top)
     characters = model.tokenizer.characters
-    slices = ([NextCharacter(characters[id], id, math.exp(value), value) for id, value in some] for some in sliced(top))
-    return filled(Next(index, entropy, entropy / math.log(2), HOLE), list_parts(slices))
 
+    def character(id: int, value: float) -> NextCharacter:
+        return {"character": characters[id], "id": id, "probability": math.exp(value), "logprob": value}
 
-async def _send(request: Request, content: ScoreAnswer | NextAnswer, items: Iterable[Iterator[bytes]]) -> None:
-    """Send `content`. items: the parts of each item, which fill its hole."""
-    headers = {}
-    if content.chargpt is not UNSET:
-        headers = receipt_headers(content.chargpt)
-    await send_json(request, filled(content, joined(items)), headers)
+    distribution: Any = list_parts([character(*it) for it in some] for some in sliced(top))
+    return {
+        "index": index,
+        "entropy_nats": entropy,
+        "entropy_bits": entropy / math.log(2),
+        "distribution": distribution,
+    }

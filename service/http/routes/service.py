@@ -161,9 +161,15 @@ class Service:
 
     def receipt(self, encoder: Encoder, timing: Timing, seeds: Iterable[int] = ()) -> Receipt:
         """Describe how an answer was made."""
-        return Receipt(
-            encoder.model.digest, self.backend, self.dtype, list(seeds), timing, encoder.replaced, encoder.dropped
-        )
+        return {
+            "checkpoint_sha256": encoder.model.digest,
+            "backend": self.backend,
+            "dtype": self.dtype,
+            "seeds": list(seeds),
+            "timing": timing,
+            "replaced_characters": encoder.replaced,
+            "dropped_characters": encoder.dropped,
+        }
 
     def timeout(self, seconds: float | None) -> float:
         longest = self.settings.request_timeout_seconds

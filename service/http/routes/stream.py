@@ -143,7 +143,8 @@ async def send_json(request: Request, parts: Iterable[bytes], headers: Headers |
 
 
 def receipt_headers(receipt: Receipt) -> Headers:
-    headers = {"x-checkpoint": receipt.checkpoint_sha256, "x-backend": receipt.backend, "x-dtype": receipt.dtype}
-    if 0 < len(receipt.seeds) <= MAX_HEADER_SEEDS:
-        headers["x-seed"] = ",".join(map(str, receipt.seeds))
+    digest, backend, dtype, seeds = receipt["checkpoint_sha256"], receipt["backend"], receipt["dtype"], receipt["seeds"]
+    headers = {"x-checkpoint": digest, "x-backend": backend, "x-dtype": dtype}
+    if 0 < len(seeds) <= MAX_HEADER_SEEDS:
+        headers["x-seed"] = ",".join(map(str, seeds))
     return headers

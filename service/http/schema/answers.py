@@ -1,20 +1,20 @@
-"""The bodies of answers, which /docs shows. They are msgspec structs, which encode in under a microsecond.
+"""The bodies of answers, which /docs shows: plain dicts, whose members the routes add in this order.
 
 The bodies of requests are in requests.py, errors in errors.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
-import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic needs this before Python 3.12
 
 UnknownCharacters = Literal["refuse", "replace", "drop"]
 
 
-def about(description: str, *examples: str) -> Meta:
-    return Meta(description=description, examples=[*examples] or None)
+def about(description: str, *examples: str) -> Any:
+    return Field(description=description, examples=[*examples] or None)
 
 
 FinishReason = Annotated[
@@ -30,19 +30,20 @@ ChoiceSeed = Annotated[
 RequestId = Annotated[str, about("the request's id")]
 
 
-class Usage(msgspec.Struct, gc=False):
+class Usage(TypedDict):
     """Numbers of characters, because a token is a character. `completion_tokens` includes all `best_of` candidates."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
-    @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int = 0) -> Usage:
-        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
+def usage(prompt_tokens: int, completion_tokens: int = 0) -> Usage:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
-class Timing(msgspec.Struct, gc=False):
+class Timing(TypedDict):
     """Durations. With several sequences, each is the longest one, and the time per character is the mean."""
 
     queue_seconds: Annotated[float, about("from the request's arrival to a cache slot")]
@@ -53,7 +54,7 @@ class Timing(msgspec.Struct, gc=False):
     ]
 
 
-class Exact(msgspec.Struct):
+class Exact(TypedDict):
     """The cost of exact answers, over all prompts."""
 
     candidates: Annotated[int, about("candidates sampled, up to the last answer")]
@@ -62,7 +63,7 @@ class Exact(msgspec.Struct):
     characters: Annotated[int, about("characters of these candidates, up to the drop of each")]
 
 
-class Receipt(msgspec.Struct):
+class Receipt(TypedDict):
     """The data that reproduce this answer, and its durations."""
 
     checkpoint_sha256: Annotated[str, about("of the checkpoint's manifest; also in /info")]
@@ -74,10 +75,10 @@ class Receipt(msgspec.Struct):
     timing: Timing
     replaced_characters: Annotated[int, about("unknown characters of the request that were replaced")]
     dropped_characters: Annotated[int, about("unknown characters of the request that were dropped")]
-    exact: Annotated[Exact | UnsetType, about("with `exact`")] = UNSET
+    exact: NotRequired[Annotated[Exact, about("with `exact`")]]
 
 
-class TokenLogprobs(msgspec.Struct):
+class TokenLogprobs(TypedDict):
     """Log-probabilities in nats under the unmodified model, as in OpenAI's API."""
 
     tokens: Annotated[list[str], about("the characters")]
@@ -86,21 +87,21 @@ class TokenLogprobs(msgspec.Struct):
     text_offset: Annotated[list[int], about("of each character in the choice's text")]
 
 
-IsExact = Annotated[bool | UnsetType, about("true, with `exact`")]
+IsExact = Annotated[bool, about("true, with `exact`")]
 
 
-class GenerateChoice(msgspec.Struct):
+class GenerateChoice(TypedDict):
     """One text."""
 
     index: Index
     text: str
     finish_reason: FinishReason
     seed: ChoiceSeed
-    logprobs: Annotated[TokenLogprobs | UnsetType, about("if requested")] = UNSET
-    exact: IsExact = UNSET
+    logprobs: NotRequired[Annotated[TokenLogprobs, about("if requested")]]
+    exact: NotRequired[IsExact]
 
 
-class GenerateAnswer(msgspec.Struct):
+class GenerateAnswer(TypedDict):
     """Whole answer of POST /generate."""
 
     id: RequestId
@@ -110,19 +111,19 @@ class GenerateAnswer(msgspec.Struct):
     chargpt: Receipt
 
 
-class GenerateEvent(msgspec.Struct):
+class GenerateEvent(TypedDict):
     """Event of a stream of /generate: new characters of one choice."""
 
     index: Index
     text: str
     finish_reason: StreamedFinishReason
     seed: ChoiceSeed
-    logprobs: Annotated[TokenLogprobs | UnsetType, about("of these characters, if requested")] = UNSET
-    exact: IsExact = UNSET
-    usage: Annotated[Usage | UnsetType, about("so far, with continuous_usage_stats")] = UNSET
+    logprobs: NotRequired[Annotated[TokenLogprobs, about("of these characters, if requested")]]
+    exact: NotRequired[IsExact]
+    usage: NotRequired[Annotated[Usage, about("so far, with continuous_usage_stats")]]
 
 
-class GenerateEnd(msgspec.Struct):
+class GenerateEnd(TypedDict):
     """Last event of a stream of /generate before `[DONE]`."""
 
     id: RequestId
@@ -131,7 +132,7 @@ class GenerateEnd(msgspec.Struct):
     chargpt: Receipt
 
 
-class ChunkChoice(msgspec.Struct):
+class ChunkChoice(TypedDict):
     """New characters of one choice."""
 
     index: Index
@@ -139,16 +140,21 @@ class ChunkChoice(msgspec.Struct):
     logprobs: TokenLogprobs | None
     finish_reason: StreamedFinishReason
     seed: ChoiceSeed
-    exact: IsExact = UNSET
+    exact: NotRequired[IsExact]
 
 
-class CompletionChoice(ChunkChoice):
+class CompletionChoice(TypedDict):
     """One text, as in OpenAI's API; `seed` is added."""
 
+    index: Index
+    text: str
+    logprobs: TokenLogprobs | None
     finish_reason: FinishReason
+    seed: ChoiceSeed
+    exact: NotRequired[IsExact]
 
 
-class Completion(msgspec.Struct):
+class Completion(TypedDict):
     """Whole answer of POST /v1/completions, as in OpenAI's API; `chargpt` is added."""
 
     id: str
@@ -160,7 +166,7 @@ class Completion(msgspec.Struct):
     chargpt: Receipt
 
 
-class CompletionChunk(msgspec.Struct):
+class CompletionChunk(TypedDict):
     """Event of a stream of /v1/completions, as in OpenAI's API."""
 
     id: str
@@ -168,11 +174,11 @@ class CompletionChunk(msgspec.Struct):
     created: Annotated[int, about("Unix time in seconds")]
     model: str
     choices: Annotated[list[ChunkChoice], about("one, or none in the final usage chunk")]
-    usage: Annotated[Usage | None | UnsetType, about("with include_usage, null until the final chunk")] = UNSET
-    chargpt: Annotated[Receipt | UnsetType, about("with the last choice to end")] = UNSET
+    usage: NotRequired[Annotated[Usage | None, about("with include_usage, null until the final chunk")]]
+    chargpt: NotRequired[Annotated[Receipt, about("with the last choice to end")]]
 
 
-class Score(msgspec.Struct):
+class Score(TypedDict):
     """The likelihood of one text. Nats are negative log-likelihoods: fewer nats mean a likelier text."""
 
     index: int
@@ -181,15 +187,14 @@ class Score(msgspec.Struct):
     nats_per_character: Annotated[float | None, about("null if nothing was scored, like the next two")]
     bits_per_character: float | None
     perplexity: Annotated[float | None, about("per character: e to the nats per character")]
-    unknown_characters: Annotated[
-        int | UnsetType,
-        about("of the text; absent if they are refused and the vocabulary has no unknown symbol"),
-    ] = UNSET
-    rank: Annotated[int | UnsetType, about("among continuations: 1 is the likeliest")] = UNSET
-    character_nats: Annotated[list[float | None] | UnsetType, about("null: the first character of a document")] = UNSET
+    unknown_characters: NotRequired[
+        Annotated[int, about("of the text; absent if they are refused and the vocabulary has no unknown symbol")]
+    ]
+    rank: NotRequired[Annotated[int, about("among continuations: 1 is the likeliest")]]
+    character_nats: NotRequired[Annotated[list[float | None], about("null: the first character of a document")]]
 
 
-class ScoreAnswer(msgspec.Struct):
+class ScoreAnswer(TypedDict):
     """Answer of POST /v1/score."""
 
     id: RequestId
@@ -197,10 +202,10 @@ class ScoreAnswer(msgspec.Struct):
     object: Literal["list"]
     data: list[Score]
     usage: Usage
-    chargpt: Annotated[Receipt | UnsetType, about("absent if there was nothing to score")] = UNSET
+    chargpt: NotRequired[Annotated[Receipt, about("absent if there was nothing to score")]]
 
 
-class NextCharacter(msgspec.Struct):
+class NextCharacter(TypedDict):
     """A possible next character."""
 
     character: str
@@ -209,7 +214,7 @@ class NextCharacter(msgspec.Struct):
     logprob: float
 
 
-class Next(msgspec.Struct):
+class Next(TypedDict):
     """The distribution of the character after one prompt."""
 
     index: int
@@ -218,7 +223,7 @@ class Next(msgspec.Struct):
     distribution: Annotated[list[NextCharacter], about("the whole vocabulary, likeliest first")]
 
 
-class NextAnswer(msgspec.Struct):
+class NextAnswer(TypedDict):
     """Answer of POST /v1/next."""
 
     id: RequestId
@@ -229,20 +234,19 @@ class NextAnswer(msgspec.Struct):
     chargpt: Receipt
 
 
-class HeadAttention(msgspec.Struct):
+class HeadAttention(TypedDict):
     """One head's attention over a text."""
 
     layer: int
     head: int
     weights: Annotated[list[list[float]], about("row t: weights of the characters 0 to t, which sum to 1")]
-    scores: Annotated[
-        list[list[float]] | UnsetType,
-        about("query t · key j in row t, column j, before scale and mask; if requested"),
-    ] = UNSET
-    values: Annotated[list[list[float]] | UnsetType, about("the value vector of each character; if requested")] = UNSET
+    scores: NotRequired[
+        Annotated[list[list[float]], about("query t · key j in row t, column j, before scale and mask; if requested")]
+    ]
+    values: NotRequired[Annotated[list[list[float]], about("the value vector of each character; if requested")]]
 
 
-class AttentionAnswer(msgspec.Struct):
+class AttentionAnswer(TypedDict):
     """Answer of POST /v1/attention, computed in float64."""
 
     id: RequestId
@@ -257,7 +261,7 @@ class AttentionAnswer(msgspec.Struct):
     dropped_characters: int
 
 
-class TokenizeAnswer(msgspec.Struct):
+class TokenizeAnswer(TypedDict):
     """Answer of POST /tokenize."""
 
     count: int
@@ -267,13 +271,13 @@ class TokenizeAnswer(msgspec.Struct):
     dropped_characters: int
 
 
-class DetokenizeAnswer(msgspec.Struct):
+class DetokenizeAnswer(TypedDict):
     """Answer of POST /detokenize."""
 
     prompt: str
 
 
-class TokenizerInfo(msgspec.Struct):
+class TokenizerInfo(TypedDict):
     """Answer of GET /tokenizer_info, as in vLLM's API; lm-evaluation-harness reads it."""
 
     tokenizer_class: Literal["CharTokenizer"]
@@ -281,10 +285,10 @@ class TokenizerInfo(msgspec.Struct):
     bos_token: Annotated[str | None, about("the meaning of an empty prompt: a line break, or the end of a record")]
     eos_token: Annotated[str | None, about("the end of a record: a line break, or U+001E after several lines")]
     unk_token: Annotated[str | None, about("the unknown symbol, U+FFFD, if the vocabulary has no rare characters")]
-    pad_token: None
+    pad_token: Annotated[str | None, about("always null: no padding")]
 
 
-class ModelCard(msgspec.Struct):
+class ModelCard(TypedDict):
     """The served model, as in OpenAI's API."""
 
     id: str
@@ -294,14 +298,14 @@ class ModelCard(msgspec.Struct):
     max_model_len: Annotated[int, about("longest prompt accepted")]
 
 
-class ModelList(msgspec.Struct):
+class ModelList(TypedDict):
     """Answer of GET /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class ServedModel(msgspec.Struct):
+class ServedModel(TypedDict):
     """The checkpoint."""
 
     name: str
@@ -313,7 +317,7 @@ class ServedModel(msgspec.Struct):
     training: Annotated[dict[str, Any], about("training.json without paths: recipe, data and losses")]
 
 
-class Limits(msgspec.Struct):
+class Limits(TypedDict):
     """Settings that limit requests."""
 
     max_prompts: int
@@ -333,7 +337,7 @@ class Limits(msgspec.Struct):
     ]
 
 
-class Info(msgspec.Struct):
+class Info(TypedDict):
     """Answer of GET /info."""
 
     model: Annotated[ServedModel, about("the model that the query names (?model=NAME), or the default")]
@@ -346,7 +350,7 @@ class Info(msgspec.Struct):
     versions: dict[str, str]
 
 
-class Status(msgspec.Struct):
+class Status(TypedDict):
     """Answer of a probe."""
 
     status: Literal["alive", "main process hangs", "ready", "shutting down", "draining", "no worker"]

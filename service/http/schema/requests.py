@@ -100,10 +100,13 @@ class Body(BaseModel):
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, field in schema["properties"].items():
             field["description"] = field["description"].replace("\n", " ")
-            field.pop("title", None)  # repeats the name
+            if field.get("default", ...) is None:  # the description says what the default is
+                del field["default"]
             if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
                 about = {key: field.pop(key) for key in ("description", "default", "examples") if key in field}
                 branches = field["anyOf"] if "anyOf" in field else [field]
+                if len(branches) > 1:  # generators do not know of which branch a default is
+                    about.pop("default", None)
                 schema["properties"][name] = {"anyOf": [*branches, {"type": "null"}], **about}
         return schema
 
@@ -362,7 +365,7 @@ class AttentionRequest(ModelRequest):
     )  # fmt: skip
     layer: int | None = _field(None, 0, ge=0, le=MAX_ID)
     """only this layer; 0 is the first"""
-    head: int | None = _field(None, 1, ge=0, le=MAX_ID)
+    head: int | None = _field(None, 0, ge=0, le=MAX_ID)
     """only this head of each layer"""
     scores: bool = _field(False, True)
     """report the products of queries and keys too"""

@@ -233,12 +233,12 @@ class Generation:
         """The longest times of a sequence, and the mean time per character."""
         every = self.sequences
         later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # all characters except each first one
-        return Timing(
-            round(max([it.queue_seconds or 0.0 for it in every]), 6),
-            round(max([it.prefill_seconds for it in every]), 6),
-            round(max([it.decode_seconds for it in every]), 6),
-            round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
-        )
+        return {
+            "queue_seconds": round(max([it.queue_seconds or 0.0 for it in every]), 6),
+            "prefill_seconds": round(max([it.prefill_seconds for it in every]), 6),
+            "decode_seconds": round(max([it.decode_seconds for it in every]), 6),
+            "seconds_per_character": round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
+        }
 
     async def whole(self) -> list[Piece]:
         """Return each sequence's text in one piece, ordered by number. Requires `interval` to be None."""
