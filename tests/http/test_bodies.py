@@ -144,6 +144,9 @@ def test_a_body_is_json_if_python_reads_it(text, data):
     except ValueError:
         assert code(GenerateRequest, text.encode()) == "invalid_json"
         return
+    without_pairs = text.replace("\\\\", "").replace(r"\ud83d\ude42", "")
+    if r"\ud" in without_pairs:  # half of a surrogate pair, a character for Python
+        return
     found, expected = code(GenerateRequest, text.encode()), code(GenerateRequest, json.dumps(fields).encode())
     assert found == expected != "invalid_json"
     if not found:

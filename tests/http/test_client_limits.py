@@ -263,7 +263,7 @@ def test_two_processes_share_a_limit(checkpoint, tmp_path):
         wait_until(is_whole)
         assert not any(ask() for _ in range(50))
         # Candidates of exact answers are limited to what this process may allow, and not refused.
-        exact = {"exact": True, "allowed_characters": "abc", "mask_rest": True, "max_tokens": 5}
+        exact = {"exact": True, "min_tokens": 5, "max_tokens": 5}
         assert generate(server, of(2), prompt="a", **exact).status_code == 200
         path.write_text("")
         os.kill(server.process.pid, signal.SIGHUP)
