@@ -22,6 +22,7 @@ from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.shared import REASONS
+from service.text.patterns import PatternCompiler
 from service.wire import Logprobs
 from tests.toolbox.http import PATIENCE
 from tests.toolbox.launch import Program, free_port
@@ -248,3 +249,13 @@ def wait_until(condition: Callable[[], Any], timeout: float = PATIENCE, otherwis
         assert time.monotonic() < deadline, otherwise() if callable(otherwise) else otherwise
         time.sleep(0.05)
     return found
+
+
+async def compiled(cache, client, regex, characters="abc"):
+    """A regex of a client, compiled by a cache of the HTTP process."""
+    work, found = PatternCompiler(characters, 1000).compile("regex", regex), None
+    try:
+        while True:
+            found = await cache.find(client, work.send(found))
+    except StopIteration as end:
+        return end.value

@@ -16,6 +16,7 @@ ARROWS = {
     "service.model": set(),
     "service.constrain": set(),
     "service.process": set(),
+    "service.text": {"service.model", "service.constrain", "service.wire"},
     "service.wire": {"service.model"},
     "service.sockets": {"service.wire"},
     "service.shared": {"service.wire"},
@@ -29,8 +30,8 @@ ARROWS = {
         "service.settings",
     },
     "service.http": {
-        "service.model", "service.constrain", "service.wire", "service.sockets", "service.observe", "service.settings",
-        "service.shared", "service.catalog", "service.process",
+        "service.text", "service.model", "service.constrain", "service.wire", "service.sockets", "service.observe",
+        "service.settings", "service.shared", "service.catalog", "service.process",
     },
     "service.placement": {"service.engine", "service.model", "service.settings"},
     "service.server": {
@@ -90,7 +91,7 @@ def test_every_import_is_allowed():
 
 
 # The steps of a request in service/http, each a folder. The modules beside them come last.
-STEPS = ("connection", "schema", "text", "limits", "workers", "routes")
+STEPS = ("connection", "schema", "models", "limits", "workers", "routes")
 
 
 def test_a_step_of_a_request_imports_only_earlier_ones():
@@ -130,7 +131,7 @@ LIGHT = (
     [
         [
             (LIGHT, set()),
-            ("service.http.schema.requests", {"pydantic"}),
+            ("service.text.generation, service.text.scores", {"pydantic"}),
             ("service.sockets", {"litserve", "fastapi"}),
             ("service.server", {"prometheus_client"}),
         ],

@@ -1,6 +1,6 @@
 """Read a command's inputs: a checkpoint, the text it was trained on, other texts as ids, and patterns.
 
-The terms and rules are those of the service (service/http/text/encoding.py, service/http/text/patterns.py).
+The terms and rules are those of the service (service/text/encoding.py, service/text/patterns.py).
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from service.http.schema import requests as b
 from service.observe.logs import AccessLog
 from service.observe.logs import request_id as current_request_id
 from service.settings import read_api_keys
+from service.text.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from service.http.tracing import Tracer
@@ -266,10 +267,10 @@ class Endpoint:
             except TimeoutError:
                 logger.info("the client did not read its answer in time: closing its connection")
                 request.left()
-        except ApiError as error:
+        except (ApiError, InvalidRequestError) as error:
             if request.status is not None:
                 raise
-            await request.fail(error)
+            await request.fail(error if isinstance(error, ApiError) else ApiError.of(error))
 
     def _check_head(self, request: Request, headers: list[tuple[bytes, bytes]]) -> None:
         """Check the head before the body is read. Raises ApiError: the head is refused."""

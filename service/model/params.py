@@ -1,6 +1,6 @@
 """The sampling parameters, with the bounds and the meaning of each.
 
-service/http/schema/requests.py builds the HTTP schema from these fields, and service/wire.py sends them to a worker.
+service/text/requests.py builds the HTTP schema from these fields, and service/wire.py sends them to a worker.
 sampling.py (also for cuda.py) and native.cpp implement them. A new parameter also needs a field in requests.py, and a
 flag in training/__main__.py and sample.py. This module loads without torch.
 """

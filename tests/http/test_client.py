@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from service.catalog import Version
 from service.http.connection.errors import ApiError
+from service.http.models.model import Model
+from service.http.models.patterns import PatternThread
 from service.http.routes.request import Request
-from service.http.text.model import Model
-from service.http.text.patterns import PatternThread
 from service.http.workers.client import MAX_RUNS, EngineClient
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig

@@ -12,9 +12,9 @@ import tracemalloc
 import httpx
 import pytest
 
-from service.http.connection.errors import ApiError
-from service.http.text import patterns
-from tests.helpers import serving, wait_until, web
+from service.http.models import patterns
+from service.text.errors import InvalidRequestError
+from tests.helpers import compiled, serving, wait_until, web
 from tests.http.programs import COUNTING
 from tests.toolbox.http import post, received, sent
 from tests.toolbox.largest import largest
@@ -161,11 +161,11 @@ def test_requests_leave_no_reference_cycles(server, client):
 @pytest.mark.anyio
 async def test_refused_patterns_are_not_kept():
     """Errors were cached with their tracebacks: 256 patterns of 4 MB took a gigabyte."""
-    compiler = patterns.PatternCompiler("abc", 1000, patterns.PatternThread())
+    cache = patterns.PatternCache(patterns.PatternThread())
 
     async def refused(pattern):
-        with pytest.raises(ApiError) as error:
-            await compiler.compile("client", "regex", pattern)
+        with pytest.raises(InvalidRequestError) as error:
+            await compiled(cache, "client", pattern)
         return error.value.message
 
     await refused("(")
@@ -182,9 +182,9 @@ async def test_refused_patterns_are_not_kept():
 @pytest.mark.anyio
 async def test_patterns_are_cached_within_a_bound(monkeypatch):
     monkeypatch.setattr(patterns, "CACHE_BYTES", 100_000)
-    compiler = patterns.PatternCompiler("abc", 1000, patterns.PatternThread())
+    cache = patterns.PatternCache(patterns.PatternThread())
     for i in range(1, 200):
-        first = await compiler.compile("client", "regex", f"a{{1,{i}}}")
-        assert await compiler.compile("client", "regex", f"a{{1,{i}}}") is first
-        assert compiler._compiled._bytes <= 100_000
-    assert 10 < len(compiler._compiled._found) < 190
+        first = await compiled(cache, "client", f"a{{1,{i}}}")
+        assert await compiled(cache, "client", f"a{{1,{i}}}") is first
+        assert cache._bytes <= 100_000
+    assert 10 < len(cache._found) < 190

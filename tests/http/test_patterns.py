@@ -4,18 +4,19 @@ import asyncio
 
 import pytest
 
-from service.http.text.patterns import PatternCompiler, PatternThread
+from service.http.models.patterns import PatternCache, PatternThread
+from tests.helpers import compiled
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_a_client_waits_for_one_pattern_of_another_and_not_for_all():
     thread = PatternThread()
-    models = [PatternCompiler("abc", 1000, thread) for _ in range(2)]  # one thread compiles those of all models
+    models = [PatternCache(thread) for _ in range(2)]  # one thread compiles those of all models
     finished = []
 
     async def compile(client, number):
-        await models[number % 2].compile(client, "regex", f"[abc]{{1,{100 + number}}}")
+        await compiled(models[number % 2], client, f"[abc]{{1,{100 + number}}}")
         finished.append(client)
 
     flood = [asyncio.create_task(compile("one", number)) for number in range(16)]
@@ -25,16 +26,16 @@ async def test_a_client_waits_for_one_pattern_of_another_and_not_for_all():
 
 
 async def test_a_pattern_that_many_wait_for_is_compiled_once():
-    compiler = PatternCompiler("abc", 1000, PatternThread())
-    first, *others = await asyncio.gather(*(compiler.compile(f"{i % 3}", "regex", "[abc]{1,300}") for i in range(9)))
+    cache = PatternCache(PatternThread())
+    first, *others = await asyncio.gather(*(compiled(cache, f"{i % 3}", "[abc]{1,300}") for i in range(9)))
     assert all(found is first for found in others)
 
 
 async def test_a_client_that_leaves_lets_the_next_one_compile():
-    compiler = PatternCompiler("abc", 1000, PatternThread())
-    left = [asyncio.create_task(compiler.compile("one", "regex", f"[abc]{{1,{n}}}")) for n in range(300, 310)]
+    cache = PatternCache(PatternThread())
+    left = [asyncio.create_task(compiled(cache, "one", f"[abc]{{1,{n}}}")) for n in range(300, 310)]
     await asyncio.sleep(0)
     for task in left:
         task.cancel()
-    assert (await compiler.compile("one", "regex", "abc")).min_length == 3
+    assert (await compiled(cache, "one", "abc")).min_length == 3
     assert all(isinstance(it, asyncio.CancelledError) for it in await asyncio.gather(*left, return_exceptions=True))

@@ -6,11 +6,11 @@ import json
 import msgspec
 import pytest
 
-from service.http.connection.errors import ApiError
-from service.http.schema.foreign import FOREIGN_FIELDS, MAX_UNKNOWN_FIELDS, OTHER_NAMES, REFUSED_FIELDS
 from service.http.schema.reading import read
 from service.http.schema.requests import CompletionRequest, GenerateRequest
 from service.model.params import SAMPLING_META, SamplingParams
+from service.text.errors import InvalidRequestError
+from service.text.foreign import FOREIGN_FIELDS, MAX_UNKNOWN_FIELDS, OTHER_NAMES, REFUSED_FIELDS
 from service.wire import Submit
 
 
@@ -32,7 +32,7 @@ def test_fields_of_other_apis_are_ignored_or_their_name_here_is_given():
         body = read(CompletionRequest, msgspec.json.encode({"prompt": "a"} | dict.fromkeys(some, 1)))
         assert body.ignored_fields == some
     for name, meant in OTHER_NAMES.items():
-        with pytest.raises(ApiError, match=f"{name}: unknown field; did you mean {meant}\\?"):
+        with pytest.raises(InvalidRequestError, match=f"{name}: unknown field; did you mean {meant}\\?"):
             read(CompletionRequest, msgspec.json.encode({name: 1}))
     both = read(CompletionRequest, b'{"max_tokens": 5, "max_completion_tokens": 5}')
     assert (both.max_tokens, both.ignored_fields) == (5, ["max_completion_tokens"])
@@ -42,9 +42,9 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name():
     for kind, name in itertools.product((GenerateRequest, CompletionRequest), sorted(REFUSED_FIELDS)):
         value = False if name in ("do_sample", "detokenize") else {} if "json" in name else {"type": "json_object"}
         for body in ({"prompt": "a", name: value}, {"prompt": "a" * 70_000, name: value}):
-            with pytest.raises(ApiError) as error:
+            with pytest.raises(InvalidRequestError) as error:
                 read(kind, json.dumps(body).encode())
-            assert (error.value.status, error.value.param, error.value.code) == (400, name, "unsupported_field")
+            assert (error.value.param, error.value.code) == (name, "unsupported_field")
             assert error.value.message.endswith(REFUSED_FIELDS[name])
 
 
@@ -64,8 +64,8 @@ def test_structured_outputs_are_regex_and_choice():
         assert {name: getattr(request, name) for name, value in given.items() if value}.items() <= given.items()
         assert request.ignored_fields == []
     for given in ({"json": {}}, {"json": {"type": "object"}}, {"regex": "a", "choice": ["a"]}, {}, "x"):
-        with pytest.raises(ApiError) as error:
+        with pytest.raises(InvalidRequestError) as error:
             read(CompletionRequest, json.dumps({"prompt": "a", "structured_outputs": given}).encode())
         assert error.value.param == "structured_outputs"
-    with pytest.raises(ApiError):
+    with pytest.raises(InvalidRequestError):
         read(GenerateRequest, b'{"prompt": "a", "regex": "b", "structured_outputs": {"regex": "a"}}')

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import sha256
 
-from service.http.connection.errors import ApiError, shortened
+from service.http.connection.errors import ApiError
+from service.words import shortened
 
 Fields = Mapping[bytes, bytes]
 

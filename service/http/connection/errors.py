@@ -9,6 +9,8 @@ import msgspec
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this before Python 3.12
 
+from service.text.errors import InvalidRequestError
+
 ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
 
 
@@ -49,6 +51,10 @@ class ApiError(Exception):
         if retry_after_seconds is not None:
             self.headers["Retry-After"] = str(retry_after_seconds)
 
+    @classmethod
+    def of(cls, error: InvalidRequestError) -> ApiError:
+        return cls(400, error.message, param=error.param, code=error.code)
+
     @property
     def type(self) -> ErrorType:
         if self.status == 401:
@@ -68,16 +74,3 @@ class RefusedRequest(Exception):
 
     def __init__(self, error: ApiError, reason: str):
         self.error, self.reason = error, reason
-
-
-def invalid(param: str, message: str, code: str | None = None) -> ApiError:
-    """Return the error for an invalid field of the request."""
-    return ApiError(400, f"{param}: {message}", param=param, code=code)
-
-
-def shortened(value: object) -> str:
-    try:
-        text = repr(value[:101] if isinstance(value, str | list) else value)
-    except RecursionError:  # as deep as can be decoded
-        return "what is nested too deeply to be shown"
-    return text if len(text) <= 100 else text[:100] + "…"

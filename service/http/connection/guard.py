@@ -26,8 +26,9 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from service.http.connection.errors import ApiError, RefusedRequest, shortened
+from service.http.connection.errors import ApiError, RefusedRequest
 from service.http.connection.limits import ConnectionLimits
+from service.words import shortened
 
 logger = logging.getLogger(__name__)
 _unheard = logging.getLogger(f"{__name__}.uvicorn")  # of uvicorn's requests: the application logs what failed

@@ -18,7 +18,7 @@ from service.wire import Submit
 from service.words import plural
 
 if TYPE_CHECKING:
-    from service.http.text.model import Model
+    from service.http.models.model import Model
     from service.observe.metrics import Metrics
 
 # Bytes of a sequence, without its characters.

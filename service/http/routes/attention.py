@@ -15,17 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from service.http.connection.errors import ApiError, invalid
+from service.http.connection.errors import ApiError
+from service.http.models.model import Model
 from service.http.routes.json_parts import json_parts, list_parts
 from service.http.routes.request import Request
 from service.http.routes.service import MAX_ATTENTION_TEXTS, Service
 from service.http.routes.stream import send_json
 from service.http.schema.answers import AttentionAnswer, HeadAttention
-from service.http.schema.requests import MAX_ATTENTION_CHARACTERS, AttentionRequest
-from service.http.text.encoding import Encoder, begun
-from service.http.text.model import Model
+from service.http.schema.requests import AttentionRequest
 from service.model.attention import LayerAttention, attention_layers, logits_of
 from service.model.checkpoint import WEIGHTS
+from service.text.encoding import Encoder, begun
+from service.text.errors import invalid
+from service.text.requests import MAX_ATTENTION_CHARACTERS
 
 MAX_WEIGHT_BYTES = 128 << 20  # limit of a checkpoint's file, because this process keeps the weights of one model
 NUMBER_BYTES = 8
@@ -59,8 +61,8 @@ async def attention(service: Service, request: Request) -> None:
     for param, number, count in ("layer", body.layer, config.n_layer), ("head", body.head, config.n_head):
         if number is not None and number >= count:
             raise invalid(param, f"must be in [0, {count - 1}], got {number}")
-    encoder = Encoder(service.settings, model, body, request.client)
-    ids = await encoder.encode(body.text, "text")
+    encoder = Encoder(service.text_limits, model, body)
+    ids = await service.run(request, encoder.encode(body.text, "text"))
     if model.record_end is not None:
         ids = begun(model, ids, "text")
         if len(ids) > limit:
@@ -100,7 +102,7 @@ async def attention(service: Service, request: Request) -> None:
         message = f"{MAX_ATTENTION_TEXTS} texts already wait for their attention weights: retry later"
         raise ApiError(429, message, code="queue_full", retry_after_seconds=1)
     async with service.attention_places:  # takes a place at once
-        encoder.count_unknown()
+        model.count_unknown(encoder)
         request.num_prompt_tokens = len(ids)
         future = request.future = asyncio.create_task(run())
         await asyncio.wait([future], timeout=deadline - time.monotonic())

@@ -48,7 +48,7 @@ def request_examples(request: type[BaseModel], schemas: dict[str, Any]) -> dict[
     (main,) = [name for name in ("prompt", "texts", "text", "tokens") if name in examples]
     body = {main: examples[main]}
     bodies = {main.replace("prompt", "a text"): body}
-    if issubclass(request, b.GenerationRequest):
+    if issubclass(request, b.StreamedRequest):
         prompt, end = body["prompt"], body["prompt"][-1]
         body |= {"max_tokens": 16}
         if request is b.CompletionRequest:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from service.http.models.model import Model
 from service.http.routes.json_parts import (
     MAX_CHARACTERS,
     MAX_NUMBERS,
@@ -35,9 +36,9 @@ from service.http.schema.answers import (
     Usage,
     usage,
 )
-from service.http.schema.requests import GenerationRequest
-from service.http.text.encoding import Encoder
-from service.http.workers.sequences import Piece
+from service.http.schema.requests import StreamedRequest
+from service.text.encoding import Encoder
+from service.text.pieces import Piece
 from service.wire import floats
 
 PIECE_CHARACTERS = 512  # limit of an event or of a part of a whole answer, if it has log-probabilities
@@ -71,11 +72,12 @@ class Form:
         self,
         service: Service,
         request: Request,
+        model: Model,
         encoder: Encoder,
         seeds: list[int],
-        body: GenerationRequest,
+        body: StreamedRequest,
     ):
-        self._service, self.request, self.model = service, request, encoder.model.name
+        self._service, self.request, self._model, self.model = service, request, model, model.name
         self.continuous_usage = body.stream_options.continuous_usage_stats
         self._characters = encoder.tokenizer.characters
         self._encoder, self._seeds, self._body = encoder, seeds, body
@@ -83,7 +85,7 @@ class Form:
 
     @property
     def receipt(self) -> Receipt:
-        receipt = self._service.receipt(self._encoder, self.request.generations[0].timing, self._seeds)
+        receipt = self._service.receipt(self._model, self._encoder, self.request.generations[0].timing, self._seeds)
         if self._body.exact:
             every = [it.drawn for it in self.request.generations[0].sequences if it.drawn is not None]
             candidates, matches = sum(it.candidates for it in every), sum(it.matches for it in every)

@@ -10,6 +10,7 @@ import msgspec
 
 from service import release
 from service.http.connection.turns import Pause
+from service.http.models.model import Model
 from service.http.routes.attention import max_characters
 from service.http.routes.json_parts import json_parts, list_parts, sliced, text_parts
 from service.http.routes.request import JSON, NO_STORE, Request
@@ -17,10 +18,9 @@ from service.http.routes.service import Service
 from service.http.routes.stream import send_json
 from service.http.schema import answers as s
 from service.http.schema.requests import DetokenizeRequest, TokenizeRequest
-from service.http.text.encoding import Encoder, check_ids
-from service.http.text.model import Model
 from service.model.checkpoint import CONFIG_NAMES
 from service.model.tokenizer import UNKNOWN
+from service.text.encoding import Encoder, check_ids
 
 
 def published(training: dict[str, Any]) -> dict[str, Any]:
@@ -45,8 +45,8 @@ async def _respond(request: Request, content: Mapping[str, object], status: int 
 async def tokenize(service: Service, request: Request) -> None:
     """Encode a text."""
     body, model = await service.read(TokenizeRequest, request)
-    encoder, text = Encoder(service.settings, model, body, request.client), body.prompt
-    count = await encoder.count(text, "prompt")
+    encoder, text = Encoder(service.text_limits, model, body), body.prompt
+    count = await service.run(request, encoder.count(text, "prompt"))
     # Encode again while writing, because the ids of a text take up to eight times its memory.
     tokens: Any = list_parts(filter(None, map(encoder.encode_part, sliced(text))))
     answer: s.TokenizeAnswer = {

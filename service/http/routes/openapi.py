@@ -24,9 +24,9 @@ from service.http.routes.examples import adapt_examples, request_examples
 from service.http.routes.request import Request
 from service.http.routes.service import Service
 from service.http.schema.answers import AttentionAnswer
-from service.http.schema.foreign import MAX_UNKNOWN_FIELDS
 from service.model.tokenizer import CharTokenizer
 from service.settings import Settings
+from service.text.foreign import MAX_UNKNOWN_FIELDS
 
 MAX_SHOWN_CHARACTERS = 200
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from service.http.limits.memory import Lease
-    from service.http.text.model import Model
+    from service.http.models.model import Model
     from service.http.workers.sequences import Generation
 
 Headers = dict[str, str]
@@ -38,7 +38,7 @@ class Request:
 
     __slots__ = (
         "id", "method", "path", "query", "fields", "route", "is_quiet", "parameter", "started_at", "arrived_at",
-        "content", "num_body_bytes", "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens",
+        "content", "num_body_bytes", "lease", "timeout_seconds", "priority", "ignored_fields", "num_prompt_tokens",
         "generations", "future", "client_left", "is_gone", "status", "limit", "_receive", "_send",
         "_watch", "__weakref__",
     )  # fmt: skip
@@ -59,6 +59,7 @@ class Request:
         self.limit: asyncio.Timeout  # while its handler runs
         # Set while it runs.
         self.timeout_seconds: float | None = None  # its own time limit
+        self.priority = 0
         self.ignored_fields: list[str] = []  # unknown ones
         self.num_prompt_tokens: int | None = None  # None: it does not run the model
         self.generations: list[Generation] = []  # the first gives the answer, or candidates for it

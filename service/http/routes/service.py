@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterable, Mapping
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from service.catalog import Listing
-from service.http.connection.errors import ApiError, invalid
-from service.http.connection.turns import wait_for_turn
+from service.http.connection.errors import ApiError
+from service.http.connection.turns import Pause, wait_for_turn
 from service.http.limits.clients import ClientLimits
 from service.http.limits.memory import PROMPT_BYTES, Ledger, estimate, size_of, too_much
+from service.http.models.model import Model
+from service.http.models.patterns import PatternThread
 from service.http.routes.request import Request
 from service.http.schema.answers import Receipt, Timing
-from service.http.schema.reading import AnyRequest, read
-from service.http.schema.requests import ModelRequest
-from service.http.text.encoding import Encoder
-from service.http.text.model import Model
-from service.http.text.patterns import PatternThread
+from service.http.schema.reading import read
+from service.http.schema.requests import ServerRequest
 from service.http.workers.client import EngineClient
 from service.http.workers.sequences import Generation
 from service.model.checkpoint import Checkpoint
@@ -29,7 +29,14 @@ from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.shared import SharedState
+from service.text.encoding import Encoder
+from service.text.errors import invalid
+from service.text.limits import Limits
+from service.text.pieces import Piece, Ran, Stages
+from service.text.work import Result, Work
 from service.wire import Submit
+
+AnyServerRequest = TypeVar("AnyServerRequest", bound=ServerRequest)
 
 SMALL_BODY_BYTES = 1 << 12  # fields of a smaller body are not reserved unless the request waits
 MAX_ATTENTION_TEXTS = 8  # that wait for /v1/attention or run in it
@@ -65,6 +72,7 @@ class Service:
         self.attention_weights: WeakKeyDictionary[Model, dict[str, np.ndarray] | None] = WeakKeyDictionary()
         self.serve(listing, checkpoints)
         self.limits = ClientLimits(settings)
+        self.text_limits = Limits(**{it.name: getattr(settings, it.name) for it in dataclasses.fields(Limits)})
         self.ledger = Ledger(settings, self.limits, state)
         self.exposition = Exposition(
             settings.model_name,
@@ -121,7 +129,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return models[name]
 
-    async def read(self, kind: type[AnyRequest], request: Request) -> tuple[AnyRequest, Model]:
+    async def read(self, kind: type[AnyServerRequest], request: Request) -> tuple[AnyServerRequest, Model]:
         """Parse a JSON body, and return it with the model.
 
         The memory reserved for the body is replaced by that of its fields.
@@ -143,11 +151,12 @@ class Service:
         if body.timeout_seconds is not None:
             request.timeout_seconds = body.timeout_seconds
             request.limit_time(self.timeout(body.timeout_seconds))
+        request.priority = body.priority
         model = self.find(body.model)
         request.lease.use(model)
         return body, model
 
-    def hold(self, request: Request, body: ModelRequest, num_ids: int = 0) -> None:
+    def hold(self, request: Request, body: ServerRequest, num_ids: int = 0) -> None:
         """Reserve the memory of a body's fields, and of `num_ids` ids, before its texts are encoded.
 
         Raises ApiError: 400, it exceeds the limit of a request; otherwise as Lease.hold.
@@ -159,10 +168,10 @@ class Service:
             raise ApiError(400, message)
         request.lease.hold(size)
 
-    def receipt(self, encoder: Encoder, timing: Timing, seeds: Iterable[int] = ()) -> Receipt:
+    def receipt(self, model: Model, encoder: Encoder, timing: Timing, seeds: Iterable[int] = ()) -> Receipt:
         """Describe how an answer was made."""
         return {
-            "checkpoint_sha256": encoder.model.digest,
+            "checkpoint_sha256": model.digest,
             "backend": self.backend,
             "dtype": self.dtype,
             "seeds": list(seeds),
@@ -170,6 +179,46 @@ class Service:
             "replaced_characters": encoder.replaced,
             "dropped_characters": encoder.dropped,
         }
+
+    async def run(self, request: Request, work: Work[Result]) -> Result:
+        """Run work of a request with pauses, and its jobs in the thread of patterns."""
+        pause, result = None, None
+        try:
+            while True:
+                job = work.send(result)
+                result = None
+                if job is not None:
+                    assert request.model is not None
+                    result = await request.model.cache.find(request.client, job)
+                elif pause is None:
+                    pause = Pause(request.client)
+                else:
+                    await pause.if_due()
+        except StopIteration as end:
+            return end.value
+
+    async def answer(self, request: Request, stages: Stages[list[Piece]], echo: list[str] | None) -> list[Piece]:
+        """Run the sequences of an admitted request in stages. echo: for the first."""
+        pause, result = Pause(request.client), None
+        try:
+            while True:
+                submits = stages.send(result)
+                result = None
+                if submits is None:
+                    await pause.if_due()
+                    continue
+                generation = self.start(request, submits, echo=echo)
+                pieces = await generation.whole()
+                if request.client_left:
+                    return []
+                result = Ran(pieces, [generation.prompt_logprobs(i) for i in range(len(submits))])
+                echo = None
+        except StopIteration as end:
+            return end.value
+
+    def make_seed(self) -> int:
+        """Return the seed of a prompt without one."""
+        return self.random.getrandbits(52)
 
     def timeout(self, seconds: float | None) -> float:
         longest = self.settings.request_timeout_seconds
@@ -201,11 +250,12 @@ class Service:
         lease = request.lease
         model, client, is_accepted = lease.model, lease.client, bool(request.generations)
         assert model is not None
-        weight = self.limits.of(client).weight
+        weight, seconds = self.limits.of(client).weight, self.timeout(request.timeout_seconds)
         # Without keys all callers are trusted alike, and an address is no identity. A client's name has no space.
         group = "" if self.settings.api_keys_file is None else client
         for submit in submits:
             submit.request_id, submit.client, submit.weight, submit.reuse_group = request.id, client, weight, group
+            submit.priority, submit.timeout_seconds = submit.priority + 2 * request.priority, seconds
         if is_accepted:  # follow-up sequences of an accepted request are accepted too
             lease.charge(_num_characters(submits), len(submits), must_wait=False)
         generation = self.client.start(model, submits, request.arrived_at, is_accepted=is_accepted, **options)

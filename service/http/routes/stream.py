@@ -16,7 +16,8 @@ from service.http.routes.forms import Form, pieces_of
 from service.http.routes.json_parts import escape_breaks
 from service.http.routes.request import JSON, NO_STORE, Headers, Request
 from service.http.schema.answers import Receipt
-from service.http.workers.sequences import Generation, Piece
+from service.http.workers.sequences import Generation
+from service.text.pieces import Piece
 
 DONE = b"data: [DONE]\n\n"
 # A comment without the blank line of an event, because openai-go before 3.43 ends a stream at an empty event.

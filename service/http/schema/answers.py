@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this before Python 3.12
 
-UnknownCharacters = Literal["refuse", "replace", "drop"]
+from service.text.requests import UnknownCharacters
 
 
 def about(description: str, *examples: str) -> Any:

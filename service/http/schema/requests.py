@@ -1,114 +1,28 @@
-"""The bodies of requests: the name, type, bounds, default and meaning of each field, which /docs shows.
-
-Pydantic models explain an invalid field. reading.py parses the JSON. The routes check bounds that depend on the served
-model or the settings.
-"""
+"""The bodies of requests: the fields of a request in text, and those that only a server has."""
 
 from __future__ import annotations
 
-import operator
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import ClassVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    PrivateAttr,
-    Strict,
-    ValidationInfo,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field, model_validator
 
-from service.http.connection.errors import ApiError, invalid, shortened
-from service.http.schema.answers import UnknownCharacters
-from service.http.schema.foreign import check_unknown, generation_fields
-from service.model.params import MAX_BIAS, MAX_SEED, SAMPLING_META, SamplingParams
-
-MAX_CHOICES = 1000
-MAX_STOPS = 16
-MAX_BIASES = 10_000
-MAX_BAD_WORDS = 256
-MAX_ID = 2**31 - 1
-MAX_SEQUENCES = 10_000  # maximum of a request, whatever the server's limit
-MAX_ATTENTION_CHARACTERS = 256
-
-Item = TypeVar("Item")
-# Validated up to the first error, because only that is reported.
-List = Annotated[list[Item], Field(fail_fast=True)]
-Character = Annotated[str, Field(min_length=1, max_length=1)]
-# A text of the model's characters. This format replaces a pattern that would list thousands of them.
-Text = Annotated[str, Field(json_schema_extra={"format": "vocabulary"})]
-StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-Pattern = Annotated[str, Field(min_length=1, json_schema_extra={"format": "regex"})]
-ChoiceString = Annotated[Text, Field(min_length=1, max_length=1000)]
-Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-Id = Annotated[int, Field(ge=0, le=MAX_ID)]
-StopIds = Annotated[List[Id], Field(max_length=MAX_STOPS)]
-AllowedIds = Annotated[List[Id], Field(min_length=1, max_length=MAX_BIASES)]
-BadWord = Annotated[Text, Field(min_length=1, max_length=100)]
-Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-BiasPair = Annotated[tuple[Character | Id, Bias], Strict(False)]  # JSON has no tuples: accept a list
-Prompt = str | list[int]
+from service.text import requests as t
+from service.text.errors import invalid
+from service.text.requests import Body, GenerationRequest, TextRequest, field
 
 
-def _field(default: Any, *examples: Any, **bounds: Any) -> Any:
-    return Field(default, examples=[*examples], **bounds)
+class ServerRequest(TextRequest):
+    """Fields that only a server has."""
 
-
-def _sampling(name: str) -> Any:
-    meta, default = SAMPLING_META[name], getattr(SamplingParams(), name)
-    return _field(default, *meta.examples or (), description=meta.description, ge=meta.ge, gt=meta.gt, le=meta.le)
-
-
-class Body(BaseModel):
-    """A request body. Invalid fields are refused. null means the default of a field.
-
-    The validation's context, a list, gets the names of unknown fields, unless they are probably typos of known ones.
-    """
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-    path: ClassVar[str] = ""  # prefix of this body's fields in errors
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict):
-            name = cls.path.removesuffix(".")
-            message = f"{name or 'body'}: Input should be an object, got {shortened(data)}"
-            raise ApiError(400, message, param=name or None)
-        data, fields = cls._mapped(data), cls.__pydantic_fields__
-        if not data.keys() <= fields.keys():
-            unknown = [name for name in data if name not in fields]
-            given = [name for name, value in data.items() if value is not None]
-            check_unknown(cls.path, unknown, tuple(fields), given)
-            if info.context is not None:
-                info.context.extend(cls.path + name for name in unknown)
-            data = {name: value for name, value in data.items() if name in fields}
-        if None in data.values():
-            data = {name: value for name, value in data.items() if value is not None or fields[name].is_required()}
-        return data
-
-    @classmethod
-    def _mapped(cls, data: dict[str, Any]) -> dict[str, Any]:
-        return data
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        schema = handler.resolve_ref_schema(handler(core_schema))
-        for name, field in schema["properties"].items():
-            field["description"] = field["description"].replace("\n", " ")
-            if field.get("default", ...) is None:  # the description says what the default is
-                del field["default"]
-            if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
-                about = {key: field.pop(key) for key in ("description", "default", "examples") if key in field}
-                branches = field["anyOf"] if "anyOf" in field else [field]
-                if len(branches) > 1:  # generators do not know of which branch a default is
-                    about.pop("default", None)
-                schema["properties"][name] = {"anyOf": [*branches, {"type": "null"}], **about}
-        return schema
+    model: str | None = field(None, "chargpt", max_length=1000)
+    """name of the served model, as /v1/models gives it"""
+    priority: int = field(0, 10, ge=-1000, le=1000)
+    """a client's requests in the queue start in order of priority, lowest number first, then of arrival"""
+    timeout_seconds: float | None = field(None, 30, gt=0, le=86_400)
+    """time limit for waiting and running together; the server's own limit applies if it is lower"""
+    strict: bool | None = field(None, True)
+    """refuse the request if it has unknown fields; otherwise they are ignored, and named in the header
+    X-Ignored-Fields. Default: the server's setting"""
 
 
 class StreamOptions(Body):
@@ -116,272 +30,63 @@ class StreamOptions(Body):
 
     path: ClassVar[str] = "stream_options."
 
-    include_usage: bool = _field(False, True)
+    include_usage: bool = field(False, True)
     """end a stream of /v1/completions with a usage chunk; /generate always does"""
-    continuous_usage_stats: bool = _field(False, True)
+    continuous_usage_stats: bool = field(False, True)
     """report the usage so far in every event; of /v1/completions only with `include_usage`"""
 
 
 _DEFAULT_STREAM_OPTIONS = StreamOptions.model_validate({})
 
 
-class ModelRequest(Body):
-    """Fields that all routes which use the model share."""
+class StreamedRequest(GenerationRequest, ServerRequest):
+    """Fields of the two routes that continue a text."""
 
-    _ignored: list[str] = PrivateAttr(default_factory=list)
-
-    @property
-    def ignored_fields(self) -> list[str]:
-        """The names of unknown fields."""
-        return self._ignored
-
-    model: str | None = _field(None, "chargpt", max_length=1000)
-    """name of the served model, as /v1/models gives it"""
-    unknown_characters: UnknownCharacters | None = _field(None, "replace")
-    """for characters absent from the vocabulary: refuse the request, replace them or drop them; the answer counts them.
-    Default: the server's setting"""
-    replacement_character: Character | None = _field(None, " ")
-    """replacement for an unknown character. Default: the server's setting; without one, the vocabulary's unknown
-    symbol, else a space"""
-    priority: int = _field(0, 10, ge=-1000, le=1000)
-    """a client's requests in the queue start in order of priority, lowest number first, then of arrival"""
-    timeout_seconds: float | None = _field(None, 30, gt=0, le=86_400)
-    """time limit for waiting and running together; the server's own limit applies if it is lower"""
-    strict: bool | None = _field(None, True)
-    """refuse the request if it has unknown fields; otherwise they are ignored, and named in the header
-    X-Ignored-Fields. Default: the server's setting"""
-
-
-CONDITIONS = ("regex", "choice", "allowed_characters", "allowed_token_ids", "bad_words", "min_tokens")
-_EARLY = ", which could end the answer before a match"
-_ENDS = ("stop", "stop_token_ids", "stop_regex")
-_CONFLICTS = (
-    ("regex", "choice", ""),
-    *((name, end, _EARLY) for name in ("regex", "choice") for end in _ENDS),
-    ("allowed_token_ids", "allowed_characters", ""),
-    ("logprobs", "suffix", ""),
-)
-_CONFLICTING = {name for conflict in _CONFLICTS for name in conflict[:2]}
-_sampling_values = operator.attrgetter(*[name for name in SamplingParams.__struct_fields__ if name in SAMPLING_META])
-
-
-class GenerationRequest(ModelRequest):
-    """Fields that the two generation routes share."""
-
-    @classmethod
-    def _mapped(cls, data: dict[str, Any]) -> dict[str, Any]:
-        return generation_fields(data)
-
-    prompt: Text | List[Text] | List[Id] | List[List[Id]] = _field("", "ROMEO:")
-    """text to continue, or a list of texts, or ids. An empty text means the beginning of a document: a line break that
-    is not part of the answer. For a model of records, a text is the beginning of one: the end of another precedes it
-    unseen, and the answer ends at its own. That is a line break, or U+001E if records have several lines"""
-    truncate_prompt_tokens: int | None = _field(None, 500, ge=-1, le=MAX_ID)
-    """use only the last this many characters of each prompt; -1: as many as are accepted"""
-    suffix: Text | None = _field(None, "\n\nJULIET:")
-    """text that follows the answer (infill): `best_of` candidates are sampled and cut where the suffix is likely to
-    begin. Those after which the suffix is likeliest are the answers"""
-    max_tokens: int = _field(16, 80, ge=0)
-    """maximum number of characters to generate. The default is lowered to the server's limit"""
-    min_tokens: int = _field(0, 20, ge=0)
-    """minimum number of characters: stops before this are ignored, and `regex` and `choice` match with at least so
-    many"""
-    ignore_eos: bool = _field(False, True)
-    """of a model of records: go on after the end of one; no effect on other models, which have no
-    end-of-text character"""
-    n: int = _field(1, 2, ge=1, le=MAX_SEQUENCES)
-    """answers per prompt; the server limits prompts × n"""
-    best_of: int | None = _field(None, 4, ge=1, le=MAX_SEQUENCES)
-    """sample this many per prompt and return the `n` with the highest mean log-probability (empty texts, then repeated
-    ones last), or with `suffix` those after which it is likeliest; the server limits prompts × best_of. Default: n;
-    with `suffix`, 8"""
-    seed: Seed | Annotated[List[Seed], Field(max_length=MAX_SEQUENCES)] | None = _field(None, 1)
-    """the same seed gives the same text; a list has one per prompt. Answer j of a prompt uses seed + j. Default:
-    random, reported in the answer"""
-    temperature: float = _sampling("temperature")
-    top_k: int = _sampling("top_k")
-    top_p: float = _sampling("top_p")
-    min_p: float = _sampling("min_p")
-    typical_p: float = _sampling("typical_p")
-    repetition_penalty: float = _sampling("repetition_penalty")
-    presence_penalty: float = _sampling("presence_penalty")
-    frequency_penalty: float = _sampling("frequency_penalty")
-    logit_bias: (
-        Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)]
-        | Annotated[List[BiasPair], Field(max_length=MAX_BIASES)]
-    ) = Field(default_factory=dict, examples=[{"e": -100, "\n": 2.5}, [["e", -100], [5, 1.0]]])
-    """added to logits, -100 to 100. The keys of an object are ids in decimal (as in OpenAI's API) or any other single
-    character: {"5": -100} is about id 5. In a list of pairs, [["5", -100]] is about the character 5 and [[5, -100]]
-    about id 5"""
-    stop: StopString | Annotated[List[StopString], Field(max_length=MAX_STOPS)] | None = _field(
-        None, ["\n\n", "ROMEO:"]
-    )
-    """the text ends before the first of these"""
-    stop_token_ids: StopIds | None = _field(None, [0])
-    """as `stop`, by the ids of single characters"""
-    stop_regex: Pattern | None = _field(None, "\n[A-Z]+:")
-    """the text ends before the first match of this regular expression, which must not match the empty text"""
-    include_stop_str_in_output: bool = _field(False, True)
-    """keep the stop at the end of the text"""
-    regex: Pattern | None = _field(None, "[A-Z][a-z]+( [A-Z][a-z]+)?")
-    """the whole answer matches this regular expression: literals, classes, groups, alternation and repetition. Once the
-    text matches, it ends as soon as the model samples a character that would break the match; a record ends with its
-    own end"""
-    choice: Annotated[List[ChoiceString], Field(min_length=1, max_length=MAX_CHOICES)] | None = _field(
-        None, ["yes", "no"]
-    )
-    """the answer is one of these texts"""
-    allowed_characters: Text | None = _field(None, "ACGT", min_length=1)
-    """the answer contains only these characters"""
-    allowed_token_ids: AllowedIds | None = _field(None, [1, 2, 3])
-    """as `allowed_characters`, by their ids"""
-    bad_words: Annotated[List[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = _field(None, ["qq"])
-    """the answer contains none of these texts"""
-    exact: bool = _field(False, True)
-    """draw the answers as the model itself would write them under the condition of `regex`, `choice`,
-    `allowed_characters`, `bad_words` and `min_tokens`: free candidates are sampled, and the first `n` that match are
-    the answers. Default: a mask, which allows only what can still match and so draws from another distribution"""
-    max_candidates: int | None = _field(None, 2000, ge=1, le=MAX_ID)
-    """with `exact`: candidates that an answer may cost. Default: the server's limit"""
-    max_candidate_characters: int | None = _field(None, 100_000, ge=1, le=MAX_ID)
-    """with `exact`: characters of candidates that an answer may cost. Default: the server's limit"""
-    logprobs: int | None = _field(None, 3, ge=0)
-    """report the log-probability of each character under the unmodified model, and of this many of the likeliest; at
-    most the size of the vocabulary"""
-    echo: bool = _field(False, True)
-    """begin the answer with the prompt, and its log-probabilities if requested"""
-    stream: bool = _field(False, True)
+    stream: bool = field(False, True)
     """send the text as server-sent events while it is generated"""
     stream_options: StreamOptions = Field(
         default_factory=lambda: _DEFAULT_STREAM_OPTIONS, examples=[{"include_usage": True}]
     )
     """how a stream reports usage; only with `stream`"""
-    stream_interval: float | None = _field(None, 0.1, ge=0, le=60)
+    stream_interval: float | None = field(None, 0.1, ge=0, le=60)
     """seconds for which characters gather between two events of a stream; the first is sent at once. Default: the
     server's setting"""
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> GenerationRequest:
-        given = [name for name in _CONFLICTING & self.model_fields_set if getattr(self, name) not in (None, "", [])]
-        for name, other, reason in _CONFLICTS if len(given) > 1 else ():
-            if name in given and other in given:
-                raise invalid(name, f"cannot be combined with {other}{reason}")
+    def _stream_agrees(self) -> StreamedRequest:
         if "stream_options" in self.model_fields_set and not self.stream:
             raise invalid("stream_options", "needs stream")
-        if self.exact:
-            self._check_exact()
-        else:
-            for name in ("max_candidates", "max_candidate_characters"):
-                if getattr(self, name):
-                    raise invalid(name, "needs exact")
-        if self.min_tokens > self.max_tokens:
-            raise invalid("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
-        if self.best_of is not None and self.best_of < self.n:
-            raise invalid("best_of", f"must be at least n ({self.n}), got {self.best_of}")
         if self.best_of is not None and self.best_of > self.n and self.stream and not self.suffix:
             raise invalid("best_of", f"cannot be streamed if greater than n ({self.n}), got {self.best_of}")
-        if isinstance(self.seed, list) and len(self.seed) != len(self.prompts):
-            raise invalid("seed", f"a list must have one seed per prompt ({len(self.prompts)}), got {len(self.seed)}")
         return self
 
-    def _check_exact(self) -> None:
-        for name, is_given in (
-            ("suffix", self.suffix),
-            ("echo", self.echo),
-            ("best_of", self.best_of not in (None, self.n)),
-        ):
-            if is_given:
-                raise invalid("exact", f"cannot be combined with {name}")
-        if self.max_tokens == 0:
-            raise invalid("exact", "needs max_tokens of at least 1, got 0")
-        if not any(getattr(self, name) for name in CONDITIONS):
-            raise invalid("exact", f"needs a condition: one of {', '.join(CONDITIONS)}")
 
-    def sampling(self, logit_bias: tuple[tuple[int, float], ...], seed: int = 0) -> SamplingParams:
-        temperature, top_k, top_p, *others = _sampling_values(self)
-        return SamplingParams(temperature, top_k, top_p, seed, *others, logit_bias)  # type: ignore[call-arg]
-
-    @property
-    def has_max_tokens(self) -> bool:
-        """True if the request has max_tokens."""
-        return "max_tokens" in self.model_fields_set
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """The prompts, each a text or a list of ids."""
-        match self.prompt:
-            case str() | [int(), *_]:
-                return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
-
-
-class GenerateRequest(GenerationRequest):
+class GenerateRequest(StreamedRequest):
     """Body of POST /generate."""
 
-    max_tokens: int = _field(256, 80, ge=0)
+    max_tokens: int = field(256, 80, ge=0)
     """maximum number of characters to generate. The default is lowered to the server's limit"""
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(StreamedRequest):
     """Body of POST /v1/completions: https://platform.openai.com/docs/api-reference/completions/create."""
 
 
-class ScoreRequest(ModelRequest):
+class ScoreRequest(t.ScoreRequest, ServerRequest):
     """Body of POST /v1/score: `texts`, or `continuations` of a `prefix`."""
 
-    texts: Text | List[Text] | None = _field(None, ["To be, or not to be"])
-    """texts to score: each character but the first, given those before it"""
-    prefix: Text = _field("", "To be or not to")
-    """text before each continuation; empty: the beginning of a document"""
-    continuations: List[Text] | None = _field(None, [" be", " bee", " qqq"])
-    """texts to score after the prefix: every character"""
-    characters: bool = _field(True, False)
-    """report the nats of each character, not only the sums"""
 
-    @model_validator(mode="after")
-    def _one_of_two(self) -> ScoreRequest:
-        if (self.texts is None) == (self.continuations is None):
-            raise invalid("texts", "give either texts or continuations")
-        return self
-
-
-class NextRequest(ModelRequest):
+class NextRequest(t.NextRequest, ServerRequest):
     """Body of POST /v1/next."""
 
-    prompt: Text | List[Text] = _field("", "ROMEO")
-    """text before the character, or a list of texts; empty: the beginning of a document"""
 
-
-class AttentionRequest(ModelRequest):
+class AttentionRequest(t.AttentionRequest, ServerRequest):
     """Body of POST /v1/attention."""
 
-    text: Text = _field(
-        ..., "To be", max_length=MAX_ATTENTION_CHARACTERS,
-        description=f"text to look at: at most the model's block_size and {MAX_ATTENTION_CHARACTERS} characters",
-    )  # fmt: skip
-    layer: int | None = _field(None, 0, ge=0, le=MAX_ID)
-    """only this layer; 0 is the first"""
-    head: int | None = _field(None, 0, ge=0, le=MAX_ID)
-    """only this head of each layer"""
-    scores: bool = _field(False, True)
-    """report the products of queries and keys too"""
-    values: bool = _field(False, True)
-    """report the value vectors too, which the weights mix"""
 
-
-class TokenizeRequest(ModelRequest):
+class TokenizeRequest(t.TokenizeRequest, ServerRequest):
     """Body of POST /tokenize."""
 
-    prompt: Text = _field(..., "ROMEO:")
-    """text to encode"""
 
-
-class DetokenizeRequest(ModelRequest):
+class DetokenizeRequest(t.DetokenizeRequest, ServerRequest):
     """Body of POST /detokenize."""
-
-    tokens: List[Id] = _field(..., [30, 27, 25])
-    """ids to decode"""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from service.http.connection.errors import ApiError
-from service.http.text.model import Model
+from service.http.models.model import Model
 from service.http.workers.sequences import HOMELESS, TICK_SECONDS, Generation, SequenceState
 from service.observe.metrics import Metrics
 from service.shared import SharedState

@@ -11,32 +11,19 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
-
-import msgspec
+from typing import Protocol
 
 from service.http.connection.errors import ApiError
 from service.http.connection.turns import Pause
+from service.http.models.model import Model
 from service.http.schema.answers import Timing
-from service.http.text.model import Model
+from service.text.pieces import Piece
 from service.wire import Answer, Delta, Draw, Drawn, FinishReason, Logprobs, Submit
 from service.words import plural
 
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 HOMELESS = -1  # no worker: the sequence waits until one is connected
 FAILURES = frozenset({"abort", "timeout", "error"})
-
-
-class Piece(msgspec.Struct, frozen=True, gc=False):
-    """New text of one sequence."""
-
-    number: int
-    seed: int
-    text: str
-    finish_reason: Any = None  # a FinishReason or None
-    logprobs: Logprobs | None = None  # of the text's characters after the first `num_unscored`, if requested
-    num_unscored: int = 0  # characters without a predecessor: the first of an echoed prompt
-    is_exact: bool | None = None  # for exact answers: True if this one is exact
 
 
 class SequenceState:

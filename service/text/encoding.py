@@ -4,50 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from service.http.connection.errors import ApiError, invalid
-from service.http.connection.turns import Pause
-from service.http.schema.requests import ModelRequest, Prompt
-from service.http.text.model import Model
 from service.model.tokenizer import UNKNOWN, UnknownCharacterError
-from service.settings import Settings
+from service.text.errors import InvalidRequestError, invalid
+from service.text.limits import Limits
+from service.text.model import TextModel
+from service.text.requests import Prompt, TextRequest
+from service.text.work import Work
 from service.words import plural
 
 MAX_LISTED = 20  # unknown characters that an error names
-MAX_SHORT = 256  # characters encoded without a pause for other requests
+MAX_SHORT = 256  # characters encoded without a pause
 MAX_ENCODED = 1 << 14  # characters encoded or decoded at a time: about 0.5 ms, if they are known
 
 
 class Encoder:
-    """Encodes texts by the options of request or settings, and counts unknown characters replaced or dropped."""
+    """Encodes texts by the options of the request or the limits, and counts unknown characters replaced or dropped."""
 
-    def __init__(self, settings: Settings, model: Model, body: ModelRequest, client: str):
-        self.settings, self.model, self._client = settings, model, client
+    def __init__(self, limits: Limits, model: TextModel, request: TextRequest):
+        self.limits, self.model = limits, model
         self.tokenizer = model.tokenizer
-        self.policy = body.unknown_characters or settings.unknown_characters
-        chosen = body.replacement_character or settings.replacement_character
+        self.policy = request.unknown_characters or limits.unknown_characters
+        chosen = request.replacement_character or limits.replacement_character
         self.replacement = chosen or self.tokenizer.replacement
         self.replaced = self.dropped = 0
 
-    async def encode(self, text: str, param: str, index: int | None = None) -> list[int]:
+    def encode(self, text: str, param: str, index: int | None = None) -> Work[list[int]]:
         """Return the ids of a text: the field `param` of the request, or the item `index` in it.
 
-        Raises ApiError: 400, the text has unknown characters that are refused, or their replacement is unknown too.
+        Raises InvalidRequestError: the text has unknown characters that are refused, or their replacement is unknown
+        too.
         """
+        if len(text) <= MAX_SHORT:
+            try:
+                return self.tokenizer.encode(text)
+            except UnknownCharacterError:
+                pass
         ids: list[int] = []
-        await self._encode(text, param, index, ids.extend)
+        yield from self._encode(text, param, index, ids.extend)
         return ids
 
-    async def encode_counting(self, text: str, param: str, index: int | None) -> tuple[list[int], int]:
+    def encode_counting(self, text: str, param: str, index: int | None) -> Work[tuple[list[int], int]]:
         """`encode`, and how many characters the model does not know; its unknown symbol in the text is one too."""
         before = self.replaced + self.dropped
-        ids = await self.encode(text, param, index)
+        ids = yield from self.encode(text, param, index)
         own = 0 if self.tokenizer.unknown_id is None else text.count(UNKNOWN)
         return ids, self.replaced + self.dropped - before + own
 
-    async def count(self, text: str, param: str) -> int:
+    def count(self, text: str, param: str) -> Work[int]:
         """Return the number of ids that `encode` would give. Raises the same."""
         counts: list[int] = []
-        await self._encode(text, param, None, lambda ids: counts.append(len(ids)))
+        yield from self._encode(text, param, None, lambda ids: counts.append(len(ids)))
         return sum(counts)
 
     def encode_part(self, text: str) -> list[int]:
@@ -63,12 +69,12 @@ class Encoder:
         unknown = [(i, c) for i, c in enumerate(text) if c not in self.tokenizer]
         return len(unknown), unknown[:MAX_LISTED]
 
-    async def _encode(self, text: str, param: str, index: int | None, take: Callable[[list[int]], object]) -> None:
+    def _encode(self, text: str, param: str, index: int | None, take: Callable[[list[int]], object]) -> Work[None]:
         """Give the ids of a text to `take`, a part at a time."""
         unknown: list[tuple[int, str]] = []  # the first of them
-        num_unknown, pause = 0, Pause(self._client)
+        num_unknown = 0
         for start in range(0, len(text), MAX_ENCODED):
-            await pause.if_due()
+            yield None
             part = text[start : start + MAX_ENCODED]
             try:
                 take(self.tokenizer.encode(part))
@@ -92,65 +98,49 @@ class Encoder:
         elif self.policy == "replace":
             self.replaced += num_unknown
 
-    async def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> Work[str]:
         """Return the text of ids."""
-        parts, pause = [], Pause(self._client)
+        parts = []
         for start in range(0, len(ids), MAX_ENCODED):
-            await pause.if_due()
+            yield None
             parts.append(self.tokenizer.decode(ids[start : start + MAX_ENCODED]))
         return "".join(parts)
 
-    def short(self, prompts: list[Prompt]) -> list[list[int]] | None:
-        """Return the ids of one short text of known characters, the usual case; None: use `encode_prompts`."""
-        (text, *others) = prompts
-        longest = min(MAX_SHORT, self.settings.max_prompt_characters)
-        if others or not isinstance(text, str) or len(text) > longest:
-            return None
-        try:
-            return [self.tokenizer.encode(text)]
-        except UnknownCharacterError:
-            return None
+    def encode_prompts(self, prompts: list[Prompt], is_list: bool) -> Work[list[list[int]]]:
+        """Return the ids of the field `prompt`, within the limits. is_list: errors give the prompt's index.
 
-    async def encode_prompts(self, prompts: list[Prompt], is_list: bool) -> list[list[int]]:
-        """Return the ids of the field `prompt`, within the server's limits. is_list: errors give the prompt's index.
-
-        Raises ApiError: 400, a prompt is too long or has unknown characters or ids.
+        Raises InvalidRequestError: a prompt is too long or has unknown characters or ids.
         """
-        limit, pause = self.settings.max_prompt_characters, Pause(self._client)
-        ids = []
+        limit, ids = self.limits.max_prompt_characters, []
         for i, prompt in enumerate(prompts):
             index, name = (i, f"prompt.{i}") if is_list else (None, "prompt")
             if len(prompt) > limit:
                 message = f"{name}: at most {plural(limit, 'character')}, got {len(prompt)}"
-                raise ApiError(400, message, param="prompt")
+                raise InvalidRequestError(message, "prompt")
             if isinstance(prompt, list):
                 check_ids(self.model, prompt, "prompt", name)
                 if self.model.vocab_size > 257:  # equal ids of a text are one object; in JSON, each is its own
                     prompt = self.tokenizer.encode(self.tokenizer.decode(prompt))
                 ids.append(prompt)
             else:
-                ids.append(await self.encode(prompt, "prompt", index))
-            await pause.if_due()
+                ids.append((yield from self.encode(prompt, "prompt", index)))
+            yield None
         return ids
 
-    def count_unknown(self) -> None:
-        """Add the unknown characters of an accepted request to the metrics."""
-        if self.replaced or self.dropped:
-            self.model.metrics.unknown_characters("replace").inc(self.replaced)
-            self.model.metrics.unknown_characters("drop").inc(self.dropped)
 
-
-def check_ids(model: Model, ids: list[int], param: str, name: str | None = None) -> None:
+def check_ids(model: TextModel, ids: list[int], param: str, name: str | None = None) -> None:
     if ids and max(ids) >= model.vocab_size:
         wrong = next(id for id in ids if id >= model.vocab_size)
         message = f"{name or param}: ids must be in [0, {model.vocab_size - 1}], got {wrong}"
-        raise ApiError(400, message, param=param)
+        raise InvalidRequestError(message, param)
 
 
-def begun(model: Model, ids: list[int], param: str) -> list[int]:
+def begun(model: TextModel, ids: list[int], param: str) -> list[int]:
     """Return a prompt as the model sees it. A model of records gets the end of one first, if it is not there.
 
-    An empty prompt means the beginning of a document, a line break. Raises ApiError: 400, the vocabulary has none.
+    An empty prompt means the beginning of a document, a line break.
+
+    Raises InvalidRequestError: the vocabulary has none.
     """
     end = model.record_end
     if end is not None:
@@ -162,7 +152,9 @@ def begun(model: Model, ids: list[int], param: str) -> list[int]:
     return model.tokenizer.encode("\n")
 
 
-def unknown_characters(unknown: list[tuple[int, str]], count: int, param: str, index: int | None = None) -> ApiError:
+def unknown_characters(
+    unknown: list[tuple[int, str]], count: int, param: str, index: int | None = None
+) -> InvalidRequestError:
     """Return the error for `count` unknown characters. It names the first ones with offsets and code points."""
     listed = [f"{c!r} (U+{ord(c):04X}) at offset {i}" for i, c in unknown[:MAX_LISTED]]
     if count == 1:
@@ -171,4 +163,4 @@ def unknown_characters(unknown: list[tuple[int, str]], count: int, param: str, i
         more = f" and {count - len(listed)} more" if count > len(listed) else ""
         message = f"characters {', '.join(listed)}{more} are not in the vocabulary"
     name = param if index is None else f"{param}.{index}"
-    return ApiError(400, f"{name}: {message}", param=param, code="unknown_character")
+    return InvalidRequestError(f"{name}: {message}", param, "unknown_character")

@@ -7,74 +7,58 @@ import math
 import msgspec
 
 from service.constrain.automaton import Automaton
-from service.http.connection.turns import Pause
-from service.http.limits.memory import MAX_CUTS
-from service.http.routes.request import Request
-from service.http.routes.service import Service
-from service.http.schema.requests import GenerationRequest
-from service.http.workers.sequences import Piece
+from service.text.model import TextModel
+from service.text.pieces import Piece, Ran, Stages
 from service.wire import Submit, floats
+
+MAX_CUTS = 3  # places at which a candidate is cut before a suffix
 
 Echo = list[str] | None  # the prompt of each sequence, if the answer begins with it
 Ranked = list[tuple[float, Piece]]  # candidates, each with its score; the highest is best
 
 
-async def best_of(
-    service: Service, request: Request, submits: list[Submit], body: GenerationRequest, candidates: int, echo: Echo
-) -> list[Piece]:
+def best_of(submits: list[Submit], n: int, candidates: int, echo: Echo, reports_logprobs: bool) -> Stages[list[Piece]]:
     """The `n` texts of each prompt with the highest mean log-probability; empty ones, which have none, come last."""
-    ranked, pause = [], Pause(request.client)
-    for piece in await service.start(request, submits, echo=echo).whole():
+    ran: Ran = yield submits
+    ranked = []
+    for piece in ran.pieces:
         start = len(echo[piece.number]) - piece.num_unscored if echo else 0
         values = floats(piece.logprobs.values[8 * start :]) if piece.logprobs is not None else []
-        if body.logprobs is None:
+        if not reports_logprobs:
             piece = msgspec.structs.replace(piece, logprobs=None)
-        await pause.if_due()
+        yield None
         ranked.append((sum(values) / len(values) if values else -math.inf, piece))
-    return _best(ranked, body.n, candidates)
+    return _best(ranked, n, candidates)
 
 
-async def infill(
-    service: Service,
-    request: Request,
-    submits: list[Submit],
-    n: int,
-    candidates: int,
-    suffix: list[int],
-    echo: Echo,
-) -> list[Piece]:
+def infill(
+    model: TextModel, submits: list[Submit], n: int, candidates: int, suffix: list[int], echo: Echo
+) -> Stages[list[Piece]]:
     """The `n` texts of each prompt after which the suffix is likeliest.
 
     Each candidate is also cut where the suffix's first character is likeliest to come next, if the text before it
     matches the request's pattern. The likelihood is p(suffix | prompt, middle).
     """
-    model = request.model
-    assert model is not None
-    timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
     first, pattern = submits[0], None
     if first.constraint is not None and first.may_leave and not first.constrains_first:  # of a regex or choice
         pattern = Automaton.unpack(first.constraint)
     for submit in submits:
         submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None
-    sampled = await service.start(request, submits).whole()
-    if request.client_left:
-        return []
-    middles, pause = [], Pause(request.client)
-    for piece in sampled:
+    sampled: Ran = yield submits
+    middles = []
+    for piece in sampled.pieces:
         ends = None if pattern is None else pattern.match_lengths(model.tokenizer.encode(piece.text))
         middles += _cut(piece, submits[piece.number].min_tokens, ends)
-        await pause.if_due()
+        yield None
     scoring: dict[tuple[int, str], Submit] = {}  # (prompt, text): equal texts are scored once, and alike
     for middle in middles:
         submit = submits[middle.number]
         before = submit.prompt + model.tokenizer.encode(middle.text)
         scoring[middle.number // candidates, middle.text] = Submit(
-            0, before + suffix, 0, submit.sampling, timeout_seconds,
-            logprobs=0, score_from=len(before), priority=submit.priority,
-        )  # fmt: skip
-    generation = service.start(request, list(scoring.values()))
-    await generation.whole()
-    scores = {key: sum(floats(generation.prompt_logprobs(i).values)) for i, key in enumerate(scoring)}
+            0, before + suffix, 0, submit.sampling, logprobs=0, score_from=len(before)
+        )
+    scored: Ran = yield list(scoring.values())
+    scores = {key: sum(floats(scored.prompt_logprobs[i].values)) for i, key in enumerate(scoring)}
     ranked = [(scores[middle.number // candidates, middle.text], middle) for middle in middles]
     chosen = _best(ranked, n, candidates)
     if echo:  # each prompt's text, `candidates` times

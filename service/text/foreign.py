@@ -8,7 +8,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from service.http.connection.errors import ApiError, invalid, shortened
+from service.text.errors import InvalidRequestError, invalid
+from service.words import shortened
 
 MAX_UNKNOWN_FIELDS = 16
 # Name of an unknown field: printable ASCII that fits in a header's list.
@@ -76,7 +77,7 @@ OTHER_NAMES = {
 def generation_fields(data: dict[str, Any]) -> dict[str, Any]:
     """A generation's fields, with vLLM's `structured_outputs` in the place of ours that mean exactly the same.
 
-    Raises ApiError: 400, one would change the answer, and has no counterpart.
+    Raises InvalidRequestError: one would change the answer, and has no counterpart.
     """
     given = data.get("structured_outputs")
     if given is not None:
@@ -99,7 +100,7 @@ def check_unknown(path: str, unknown: list[str], known: tuple[str, ...], given: 
     """
     path: before the names, in errors; given: the names of all fields with a value.
 
-    Raises ApiError: 400, there are too many, one's name is invalid, or one is likely to be meant for a known field.
+    Raises InvalidRequestError: there are too many, one's name is invalid, or one is likely to mean a known field.
     """
     where = path or "body"
     for name in unknown[: MAX_UNKNOWN_FIELDS + 1]:
@@ -107,13 +108,13 @@ def check_unknown(path: str, unknown: list[str], known: tuple[str, ...], given: 
             message = (
                 f"{shortened(name)} is not the name of a field: 1 to 64 printable ASCII characters, without blanks"
             )
-            raise ApiError(400, f"{where}: {message}", code="unknown_field")
+            raise InvalidRequestError(f"{where}: {message}", code="unknown_field")
         meant = _meant(known, name)
         if meant and not (name in OTHER_NAMES and meant[0] in given):
             raise invalid(path + name, f"unknown field; did you mean {' or '.join(meant)}?", "unknown_field")
     if len(unknown) > MAX_UNKNOWN_FIELDS:
         message = f"at most {MAX_UNKNOWN_FIELDS} unknown fields are ignored, got more"
-        raise ApiError(400, f"{where}: {message}", code="unknown_field")
+        raise InvalidRequestError(f"{where}: {message}", code="unknown_field")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,1 @@
+"""The served models, and the patterns that were compiled for them."""

@@ -1,1 +1,0 @@
-"""What a request in text means: encoding, patterns, conditions."""

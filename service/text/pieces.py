@@ -1,0 +1,35 @@
+"""The results of sequences, in text."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from service.wire import Logprobs, Submit
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """New text of one sequence, or all of it."""
+
+    number: int
+    seed: int
+    text: str
+    finish_reason: Any = None  # a FinishReason or None
+    logprobs: Logprobs | None = None  # of the text's characters after the first `num_unscored`, if requested
+    num_unscored: int = 0  # characters without a predecessor: the first of an echoed prompt
+    is_exact: bool | None = None  # for exact answers: True if this one is exact
+
+
+class Ran(NamedTuple):
+    """The results of sequences that have ended."""
+
+    pieces: list[Piece]  # by number; one that was aborted before it began may lack
+    prompt_logprobs: list[Logprobs]  # of each sequence's prompt, from `score_from` on
+
+
+Answer = TypeVar("Answer")
+
+# Yields sequences to run to their end, and gets their results. Yields None where it may pause. Returns the answer.
+Stages = Generator[list[Submit] | None, Any, Answer]
