@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import time
@@ -23,6 +24,7 @@ from service.observe.metrics import Metrics, current_folder
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.25  # between two heartbeats
+COLLECT_SECONDS = 10.0  # between two searches for garbage while there is no request
 TICK_SECONDS = 0.05  # between two runs of the periodic work, and two writes of metrics
 
 
@@ -55,10 +57,18 @@ async def running(app: App, process_id: int, connections: ConnectionLimits) -> A
 
         app.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
 
+    # Requests leave no cycles (tests/http/test_counted.py), so a search finds only objects in use: 10,000 young ones in
+    # a millisecond, those of 64 requests that score 10,000 texts each in 0.2 s. Every request waits for it.
+    gc.set_threshold(10_000, 1_000_000)
+
     async def tick() -> None:
+        collect_at = 0.0
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
+            if not app.num_requests and now >= collect_at:
+                gc.collect()
+                collect_at = now + COLLECT_SECONDS
             try:
                 client.sweep(now)
             except Exception:  # the next run follows

@@ -86,7 +86,16 @@ def _texts(request: ScoreRequest) -> tuple[str, list[str]]:
     return "texts", [request.texts] if isinstance(request.texts, str) else request.texts
 
 
-def score_of(logprobs: Logprobs) -> Work[TextScore]:
+def scores_of(texts: list[Logprobs]) -> Work[list[TextScore]]:
+    """Return the score of each text, from the log-probabilities of its characters."""
+    scores = []
+    for logprobs in texts:
+        scores.append((yield from _score(logprobs)))
+        yield None
+    return scores
+
+
+def _score(logprobs: Logprobs) -> Work[TextScore]:
     """Return the sum of a text, equal to math.fsum of all its nats."""
     partials: list[float] = []  # their exact sum is that of all values so far
     for start in range(0, len(logprobs), MAX_SUMMED):

@@ -19,7 +19,7 @@ sys.exit(serve(read_settings(), **options))
 COUNTS = """
 import gc, json, tracemalloc
 from service import server
-from service.http import app
+from service.http import app, process
 from service.http.connection import turns
 from service.http.routes.openapi import Operation
 from service.http.limits.memory import Lease
@@ -61,6 +61,7 @@ turns.FREE_SECONDS = 0.0
 own = [Operation(f"/{it.__name__}", it, "counts", "operation") for it in (counted, traced)]
 app.OPERATIONS = (*app.OPERATIONS, *own)
 server.spare_old_objects = gc.disable
+process.COLLECT_SECONDS = float("inf")
 """
 
 # With a middleware that answers /status/N with that status.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from service.http.routes.stream import receipt_headers, send_json
 from service.http.schema.answers import Next, NextAnswer, NextCharacter, Score, ScoreAnswer, usage
 from service.http.schema.requests import NextRequest, ScoreRequest
 from service.text.encoding import Encoder
-from service.text.scores import TextScore, entropy_of, num_score_ids, plan_next, plan_scores, score_of
+from service.text.scores import TextScore, entropy_of, num_score_ids, plan_next, plan_scores, scores_of
 from service.wire import Logprobs, floats
 
 TEXT_BYTES = 400  # a text in an answer, and its list of ids
@@ -41,7 +42,7 @@ async def score(service: Service, request: Request) -> None:
         for number, i in enumerate(planned.order):
             logprobs[i] = generation.prompt_logprobs(number)
             await pause.if_due()
-    scores = [_score(i, await service.run(request, score_of(its))) for i, its in enumerate(logprobs)]
+    scores = list(map(_score, itertools.count(), await service.run(request, scores_of(logprobs))))
     if encoder.policy != "refuse" or model.tokenizer.unknown_id is not None:
         for item in scores:
             item["unknown_characters"] = planned.unknown[item["index"]]

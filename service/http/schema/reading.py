@@ -12,6 +12,7 @@ from service.text.errors import InvalidRequestError
 from service.text.reading import AnyRequest, parse
 
 MAX_VALUES = 1 << 17  # numbers, texts, lists, objects and their names
+COUNTED_BYTES = 1 << 17  # of a body, at a time
 
 
 def read(kind: type[AnyRequest], body: bytes) -> AnyRequest:
@@ -30,12 +31,17 @@ def read(kind: type[AnyRequest], body: bytes) -> AnyRequest:
 
 def _check_count(body: bytes) -> None:
     """Refuse a body of more than MAX_VALUES values before they are made. Raises InvalidRequestError."""
-    signs = b",:[{"
+    signs = b",:[{"  # of which each value but the first has one, unless they are within strings
     if sum(map(body.count, (signs[i : i + 1] for i in range(len(signs))))) < MAX_VALUES:
         return
-    characters = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-    is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) % 2 == 0  # of strings
-    count = sum(int(np.count_nonzero(is_outside & (characters == sign))) for sign in signs)
-    if count >= MAX_VALUES:
-        message = f"body: at most {MAX_VALUES} values are allowed, names of objects included, got {count + 1} or more"
-        raise InvalidRequestError(message)
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    characters, count, quotes = np.frombuffer(body, np.uint8), 0, 0
+    for start in range(0, len(characters), COUNTED_BYTES):
+        part = characters[start : start + COUNTED_BYTES]
+        before = np.cumsum(part == ord('"'), dtype=np.uint8) + np.uint8(quotes)
+        is_outside, quotes = before % 2 == 0, int(before[-1]) % 2
+        count += sum(int(np.count_nonzero(is_outside & (part == sign))) for sign in signs)
+        if count >= MAX_VALUES:
+            message = f"body: at most {MAX_VALUES} values are allowed, names of objects included, got more"
+            raise InvalidRequestError(message)
