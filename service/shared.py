@@ -1,4 +1,4 @@
-"""Memory that all processes of the service share: heartbeats, loads, counts of ended sequences, reloads.
+"""Memory that all processes of the service share: heartbeats, loads, counts of sequences, checkpoints in use.
 
 The main process allocates it before it starts any other process. Each number of SharedState has one writer, until the
 main process settles the numbers of a dead process. Times are by time.monotonic(), which all processes share.

@@ -48,7 +48,7 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def request(self, request: Request, ended_at: float) -> None:
-        """Create the span of a finished request, unless its route runs no model. Times are from time.monotonic()."""
+        """Create the span of a finished request, if OPERATIONS has its route. Times are from time.monotonic()."""
         route = request.route
         operation = OPERATIONS.get(route)
         if operation is None:

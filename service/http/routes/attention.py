@@ -132,7 +132,7 @@ async def attention(service: Service, request: Request) -> None:
 async def _weights(service: Service, model: Model) -> dict[str, np.ndarray]:
     """Return the weights of a model. Called for one text at a time.
 
-    Raises ApiError: 400, the model was trained with a changed gpt.py.
+    Raises InvalidRequestError: the model was trained with a changed gpt.py.
     """
 
     def load() -> dict[str, np.ndarray] | None:

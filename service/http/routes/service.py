@@ -113,8 +113,8 @@ class Service:
     def find(self, name: str | None) -> Model:
         """Return the named model. Without a name, return the only model, or the default.
 
-        Raises ApiError: 404, the model is not served; 400, the name is missing, and there are several models but no
-        default.
+        Raises ApiError: 404, the model is not served. Raises InvalidRequestError: the name is missing, and there are
+        several models but no default.
         """
         models = self.models
         if name is None:
@@ -134,7 +134,7 @@ class Service:
 
         The memory reserved for the body is replaced by that of its fields.
 
-        Raises ApiError: 400, a field is invalid, or unknown and refused; otherwise as `hold` and `find`.
+        Raises InvalidRequestError: a field is invalid, or unknown and refused; otherwise as `hold` and `find`.
         """
         if request.num_body_bytes > SMALL_BODY_BYTES:
             await wait_for_turn(request.client)
