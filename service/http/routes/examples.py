@@ -11,7 +11,7 @@ from service.model.tokenizer import CharTokenizer
 
 TEXTS = {
     "suffix", "choice", "allowed_characters", "allowed_token_ids", "stop_token_ids", "bad_words", "logit_bias",
-    "logprob_token_ids", "texts", "prefix", "continuations", "tokens", "text",
+    "texts", "prefix", "continuations", "tokens", "text",
 }  # fmt: skip
 
 

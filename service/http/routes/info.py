@@ -75,7 +75,7 @@ async def detokenize(service: Service, request: Request) -> None:
 
 async def tokenizer_info(service: Service, request: Request) -> None:
     """Describe the tokenizer, as vLLM does."""
-    model = service.find(dict(request.query_fields).get("model"))
+    model = service.find(request.query_model)
     tokenizer = model.tokenizer
     end = model.record_end_character
     beginning = end or ("\n" if "\n" in tokenizer else None)
@@ -115,7 +115,7 @@ async def model(service: Service, request: Request) -> None:
 
 async def info(service: Service, request: Request) -> None:
     """Describe what is served: the checkpoint, its losses, limits, backend, devices and versions."""
-    settings, model = service.settings, service.find(dict(request.query_fields).get("model"))
+    settings, model = service.settings, service.find(request.query_model)
     others = {
         "max_running_requests": service.slots,
         "max_attention_characters": max_characters(model) if settings.attention else 0,

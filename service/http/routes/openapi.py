@@ -129,7 +129,7 @@ class Operation:
     @functools.cached_property
     def is_refused_early(self) -> bool:
         """True: refused before the body is read while the client's queue is full."""
-        return self.runs_model and self.request is not None and self.answer is not AttentionAnswer
+        return self.runs_model and self.answer is not AttentionAnswer
 
     @property
     def methods(self) -> list[str]:

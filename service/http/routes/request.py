@@ -79,12 +79,13 @@ class Request:
         return bytes(self.content).removeprefix(b"\xef\xbb\xbf")  # a file from Windows may begin with it
 
     @property
-    def query_fields(self) -> list[tuple[str, str]]:
-        """Raises ApiError: a value is not UTF-8."""
+    def query_model(self) -> str | None:
+        """The model that the query names. Raises ApiError: 400, the query is not UTF-8."""
         try:
-            return parse_qsl(self.query.decode("latin-1"), keep_blank_values=True, errors="strict")
+            fields = parse_qsl(self.query.decode("latin-1"), keep_blank_values=True, errors="strict")
         except UnicodeDecodeError:
             raise ApiError(400, "the query is not UTF-8") from None
+        return dict(fields).get("model")
 
     async def receive(self) -> tuple[bytes, bool]:
         """Return the next part of the body, and whether more follows. Raises ClientLeftError."""
