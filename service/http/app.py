@@ -253,8 +253,7 @@ class Endpoint:
         request.method, request.path, request.query = scope["method"], scope["path"], scope["query_string"]
         request.parameter = scope.get("path_params", {}).get("model", "")
         try:
-            self._check_head(request, scope["headers"])
-            operation = self._find(request)
+            operation = self._check_head(request, scope["headers"])
             if operation.request is not None:
                 await self._read_body(request)
             request.arrived_at = time.monotonic()
@@ -272,8 +271,8 @@ class Endpoint:
                 raise
             await request.fail(error if isinstance(error, ApiError) else ApiError.of(error))
 
-    def _check_head(self, request: Request, headers: list[tuple[bytes, bytes]]) -> None:
-        """Check the head before the body is read. Raises ApiError: the head is refused."""
+    def _check_head(self, request: Request, headers: list[tuple[bytes, bytes]]) -> Operation:
+        """Check the head before the body is read, and return the operation. Raises ApiError: the head is refused."""
         app, fields, service = self.app, request.fields, self.app.service
         if len(fields) < len(headers):  # a proxy may have checked the other one
             count = sum([name == b"authorization" for name, _ in headers])
@@ -293,6 +292,7 @@ class Endpoint:
             service.client.refuse_if_full(request.lease.client)
         if operation.request is not None:
             check_content(fields)
+        return operation
 
     def _find(self, request: Request) -> Operation:
         """Return the operation. Raises ApiError: 404, unknown path; 405, unknown method of the path."""

@@ -308,6 +308,10 @@ class NextRequest(TextRequest):
     prompt: Text | List[Text] = field("", "ROMEO")
     """text before the character, or a list of texts; empty: the beginning of a document"""
 
+    @property
+    def prompts(self) -> list[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
 
 class AttentionRequest(TextRequest):
     """A text to look at."""

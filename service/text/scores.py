@@ -114,7 +114,7 @@ def plan_next(
 
     The request's prompts are replaced by nothing. Raises InvalidRequestError.
     """
-    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    prompts = request.prompts
     if not 1 <= len(prompts) <= limits.max_prompts:
         raise invalid("prompt", f"the number of prompts must be in [1, {limits.max_prompts}], got {len(prompts)}")
     ids = yield from encoder.encode_prompts([*prompts], isinstance(request.prompt, list))

@@ -14,6 +14,7 @@ from service.http.connection.errors import ApiError
 from service.http.limits.clients import Charge, ClientLimits
 from service.settings import Settings
 from service.shared import SharedState
+from service.text.candidates import MAX_CUTS
 from service.wire import Submit
 from service.words import plural
 
@@ -31,7 +32,6 @@ SENT_BYTES = 24  # the part sent for a sequence: ids of the request, of the sequ
 ECHO_BYTES = 4  # echoed text in an answer
 COMPLETION_BYTES = 24  # ids, and texts as they arrive
 LOGPROB_BYTES = 12  # each alternative and the character itself
-MAX_CUTS = 3  # positions at which a candidate for an infill may end, besides its own end
 WIDE_ID_BYTES = 32  # an id above 256; Python shares the smaller ones
 BIAS_BYTES = 300  # a pair of id and bias, in the body and in both processes
 

@@ -98,9 +98,7 @@ async def next_character(service: Service, request: Request) -> None:
     """Give the distribution of the next character."""
     body, model = await service.read(NextRequest, request)
     encoder = Encoder(service.text_limits, model, body)
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    service.hold(request, body, sum([len(prompt) + 1 for prompt in prompts]))
-    del prompts
+    service.hold(request, body, sum([len(prompt) + 1 for prompt in body.prompts]))
     planned = plan_next(model, body, service.text_limits, encoder)
     submits, num_characters = await service.run(request, planned)
     request.num_prompt_tokens = num_characters

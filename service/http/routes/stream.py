@@ -14,7 +14,7 @@ from service.http.connection.errors import ApiError
 from service.http.connection.turns import Pause
 from service.http.routes.forms import Form, pieces_of
 from service.http.routes.json_parts import escape_breaks
-from service.http.routes.request import JSON, NO_STORE, Headers, Request
+from service.http.routes.request import JSON, NO_STORE, PART_BYTES, Headers, Request
 from service.http.schema.answers import Receipt
 from service.http.workers.sequences import Generation
 from service.text.pieces import Piece
@@ -28,7 +28,6 @@ EVENT_STREAM = {
     **NO_STORE,
 }
 
-CHUNK_BYTES = 1 << 16  # written at a time
 MAX_HEADER_SEEDS = 128  # more may exceed the header size of proxies and clients
 MAX_WHOLE_BYTES = 1 << 18  # an answer of at most this size has a Content-Length, a larger one is sent in chunks
 
@@ -111,7 +110,7 @@ async def _write_pieces(request: Request, stream: EventStream, form: Form, piece
         for part in pieces_of(piece):
             if part.text or part.finish_reason:
                 data += event(form.event(part, piece is pieces[-1]))
-            if len(data) >= CHUNK_BYTES:
+            if len(data) >= PART_BYTES:
                 await stream.write(data)
                 data = b""
             await pause.if_due()
@@ -128,7 +127,7 @@ async def send_json(request: Request, parts: Iterable[bytes], headers: Headers |
     has_begun, body, pause = False, bytearray(), Pause(request.client)
     for part in parts:
         body += part
-        if len(body) > (CHUNK_BYTES if has_begun else MAX_WHOLE_BYTES):
+        if len(body) > (PART_BYTES if has_begun else MAX_WHOLE_BYTES):
             if not has_begun:
                 await request.begin(headers)
                 has_begun = True
