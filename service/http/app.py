@@ -73,7 +73,7 @@ OPERATIONS = (
 NAMES = {"api_keys": "API keys", "client_limits": "client limits", "certificate": "certificate"}  # in messages
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for a client that left
 EXPOSED_HEADERS = tuple(HEADERS)
-SMALL_BODY_BYTES = 1 << 14  # a smaller body that arrives at once is not reserved by itself
+UNRESERVED_BYTES = 1 << 14  # a smaller body that arrives at once is not reserved by itself
 SAFE = frozenset((string.ascii_letters + string.digits + "-_.:").encode())  # in a request id
 MAX_ID_BYTES = 128
 
@@ -318,7 +318,7 @@ class Endpoint:
                     size = request.num_body_bytes = len(content)
                     if size > limit:
                         raise ApiError(413, f"body must have at most {limit} bytes", code="body_too_large")
-                    if size > request.lease.bytes and (has_more or size > SMALL_BODY_BYTES):
+                    if size > request.lease.bytes and (has_more or size > UNRESERVED_BYTES):
                         request.lease.hold(size)
         except TimeoutError:
             raise ApiError(408, f"body not received within {seconds:g} s", code="body_timeout") from None

@@ -19,7 +19,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     finish_reason: Any = None  # a FinishReason or None
     logprobs: Logprobs | None = None  # of the text's characters after the first `num_unscored`, if requested
     num_unscored: int = 0  # characters without a predecessor: the first of an echoed prompt
-    is_exact: bool | None = None  # for exact answers: True if this one is exact
+    is_exact: bool = False
 
 
 class Ran(NamedTuple):

@@ -18,6 +18,7 @@ import asyncio
 import http
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, parse_url
@@ -117,7 +118,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
         self.flow.connection = self.cycle = self._running = None  # type: ignore[assignment]  # reference cycles
 
-    def _set_timer(self, seconds: float = 0.0, callback: Any = None) -> None:
+    def _set_timer(self, seconds: float = 0.0, callback: Callable[[], None] | None = None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if callback is None else self.loop.call_later(seconds, callback)

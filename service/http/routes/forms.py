@@ -169,8 +169,8 @@ class Form:
         }
         if logprobs is not None:
             choice["logprobs"] = logprobs
-        if piece.is_exact is not None:
-            choice["exact"] = piece.is_exact
+        if piece.is_exact:
+            choice["exact"] = True
         return choice
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
@@ -183,8 +183,8 @@ class Form:
         }
         if piece.logprobs is not None:
             event["logprobs"] = self.logprobs(piece)
-        if piece.is_exact is not None:
-            event["exact"] = piece.is_exact
+        if piece.is_exact:
+            event["exact"] = True
         if self.continuous_usage:
             event["usage"] = self.usage
         return _encode(event)
@@ -228,8 +228,8 @@ class CompletionForm(Form):
             "finish_reason": piece.finish_reason,
             "seed": piece.seed,
         }
-        if piece.is_exact is not None:
-            choice["exact"] = piece.is_exact
+        if piece.is_exact:
+            choice["exact"] = True
         return choice
 
     def _chunk(self, choices: list[ChunkChoice]) -> CompletionChunk:
