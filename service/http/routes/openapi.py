@@ -255,8 +255,9 @@ def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings
         described["parameters"].append(
             {"name": "model", "in": "path", "required": True, "description": "name of the model", "schema": schema}
         )
-    if operation.is_probe and operation.path != "/livez":
-        responses["503"] = _response("Requests are not accepted.", content)
+    if operation.is_probe:
+        meaning = "The main process hangs." if operation.path == "/livez" else "Requests are not accepted."
+        responses["503"] = _response(meaning, content)
     described["responses"] = dict(sorted(responses.items()))
     return described
 
