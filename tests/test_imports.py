@@ -30,8 +30,8 @@ ARROWS = {
         "service.settings",
     },
     "service.http": {
-        "service.text", "service.model", "service.constrain", "service.wire", "service.sockets", "service.observe",
-        "service.settings", "service.shared", "service.catalog", "service.process",
+        "service.text", "service.model", "service.wire", "service.sockets", "service.observe", "service.settings",
+        "service.shared", "service.catalog",
     },
     "service.placement": {"service.engine", "service.model", "service.settings"},
     "service.server": {
