@@ -1,5 +1,6 @@
 """The model in Python: its answers are those over HTTP, and its engine's thread serves all threads and frees slots."""
 
+import doctest
 import gc
 import json
 import random
@@ -14,6 +15,7 @@ import pytest
 import service.python as chargpt
 from service.engine import native
 from tests.helpers import save_random, serving, web
+from tests.toolbox.launch import ROOT
 from tests.toolbox.replay import make_models
 from tests.toolbox.requests import make_requests
 
@@ -369,3 +371,21 @@ def test_a_runs_folder_gives_its_best_checkpoint(tmp_path):
         chargpt.load(tmp_path / "none")
     with pytest.raises(ValueError, match=r"slots must be in \[1, 4096\], got 0"):
         chargpt.load(tmp_path / "run", slots=0)
+
+
+def test_every_example_of_the_documents_runs(folder, tmp_path, monkeypatch):
+    """In one session. Outputs are those of native, as in the README; … stands for anything."""
+    monkeypatch.setitem(sys.modules, "chargpt", chargpt)  # installed, it has that name
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "names").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "names" / "best").symlink_to(folder / "records")
+    (tmp_path / "names.txt").write_text("Al\nBo\n")
+    documents = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "service/PYTHON.md")]
+    blocks = re.findall(r"^```pycon\n(.*?)^```$", "\n".join(documents), re.DOTALL | re.MULTILINE)
+    examples = doctest.DocTestParser().get_doctest("\n".join(blocks).replace("…", "..."), {}, "documents", None, 0)
+    assert len(examples.examples) > 25
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    assert not runner.run(examples, out=report.append, clear_globs=False).failed, "".join(report)
+    examples.globs["model"].close()
+    examples.globs["names"].close()
