@@ -119,7 +119,7 @@ class EngineThread:
     def closed(self) -> ModelClosedError:
         """Return the error of a call after the end."""
         error = ModelClosedError(
-            "the model is closed" if self._failure is None else "its engine has failed: load it again"
+            "the model is closed" if self._failure is None else "the model's engine has failed: load it again"
         )
         error.__cause__ = self._failure
         return error
