@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 try:
@@ -166,6 +166,9 @@ def warn(message: str) -> None:
 
 if __name__ == "__main__":
     setup(
+        # `import chargpt` is this folder. Under its own name it is no package, as nobody would import it.
+        packages=["chargpt", *find_packages(include=["service*", "training*"], exclude=["service.python"])],
+        package_dir={"chargpt": "service/python"},
         ext_modules=[
             Extension(f"{name}_{variant}", [source.as_posix()], optional=True)
             for name, source in (("service.engine._native", SOURCE), ("training._fused", FUSED))

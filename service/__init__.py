@@ -1,9 +1,14 @@
 """Serve a character-level GPT checkpoint over HTTP. INTERNALS.md in this folder follows a request through it.
 
 Imports: `model` needs torch, safetensors, numpy and msgspec; `engine` adds `wire` and `constrain`, and its worker.py
-LitServe; `http` never loads torch; `training` uses `model`, `engine`, `constrain` and `wire`; `service` never imports
-`training`. tests/test_imports.py enforces it.
+LitServe; `http` never loads torch; `local` uses `text` and `engine`; `training` uses `model`, `engine`, `constrain` and
+`wire`; `service` never imports `training`. tests/test_imports.py enforces it.
 """
+
+from pathlib import Path
+
+# Tiny Shakespeare; `make bundled` retrains it.
+BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
 
 
 def release(package: str = "chargpt") -> str:

@@ -25,7 +25,14 @@ from typing import Literal
 
 import msgspec
 
-from service.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, previous_of
+from service.model.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointError,
+    checkpoint_in,
+    is_checkpoint,
+    previous_of,
+)
 from service.shared import MAX_NAMES, SharedState
 
 logger = logging.getLogger(__name__)
@@ -289,9 +296,9 @@ class Catalog:
                     raise CheckpointError(f"there is no run in {path} any more")
                 self._has_runs[path] = bool(runs)
             if runs:
-                items = [(run.name, _checkpoint_in(run), False) for run in runs]
+                items = [(run.name, checkpoint_in(run), False) for run in runs]
             else:
-                items = [(given or self.model_name, _checkpoint_in(path), True)]
+                items = [(given or self.model_name, checkpoint_in(path), True)]
             for name, folder, is_named in items:
                 if name in found:
                     raise CheckpointError(f"two checkpoints have the name {name}: {found[name][0]} and {folder}")
@@ -354,19 +361,9 @@ class Catalog:
         return ", ".join(str(path) for _, path in self.places)
 
 
-def _checkpoint_in(path: Path) -> Path:
-    """Return the folder of the checkpoint. A training run keeps it in best/."""
-    return path / "best" if not _is_checkpoint(path) and _is_checkpoint(path / "best") else path
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """True if there is a manifest. False also without permission; reading the folder then gives the reason."""
-    return os.path.isfile(path / MANIFEST)
-
-
 def _runs(path: Path, served: Iterable[str]) -> Iterator[Path]:
     """Yield the runs of a folder: each folder in it that holds a checkpoint or has a served name."""
-    if _is_checkpoint(_checkpoint_in(path)):
+    if is_checkpoint(checkpoint_in(path)):
         return
     with contextlib.suppress(OSError):  # not a folder: reading it gives the reason
         for child in sorted(path.iterdir()):
@@ -375,7 +372,7 @@ def _runs(path: Path, served: Iterable[str]) -> Iterator[Path]:
             if _shown(child.name) != child.name:
                 logger.error("%s: left out, because its name is not UTF-8", _shown(child))
                 continue
-            if _is_checkpoint(_checkpoint_in(child)) or child.name in served:
+            if is_checkpoint(checkpoint_in(child)) or child.name in served:
                 yield child
 
 

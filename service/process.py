@@ -1,4 +1,4 @@
-"""Process setup: name and parent-death signal, memory, garbage collector, and the service's temporary folder."""
+"""Process setup: name and parent-death signal, memory, CPUs, garbage collector, and the service's temporary folder."""
 
 from __future__ import annotations
 
@@ -52,6 +52,30 @@ def trim_memory() -> None:
 
         with contextlib.suppress(AttributeError):  # musl has no malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def available_cpus(root: Path = Path("/")) -> int:
+    """Return the CPUs that this process may use: its affinity or its cgroup quota, whichever is lower, at least 1.
+
+    A quota is rounded down. Quotas of all ancestors count. In a container, the group's path is often that of the host,
+    and only the root of it is mounted. A group without a folder has no quota of its own.
+
+    root: a file system with proc and sys.
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():  # only Linux has it
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "cpu" in controllers.split(","):
+            mount = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")  # version 1 or 2
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            group = Path(path.lstrip("/"))
+            for folder in (group, *group.parents):
+                with contextlib.suppress(OSError):  # not mounted, or the root group
+                    quota, period = " ".join((mount / folder / name).read_text() for name in names).split()
+                    if quota not in ("max", "-1"):
+                        cpus = min(cpus, max(1, int(quota) // int(period)))
+    return cpus
 
 
 @contextlib.contextmanager

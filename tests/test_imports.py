@@ -23,7 +23,9 @@ ARROWS = {
     "service.supervisor": {"service.shared"},
     "service.catalog": {"service.model", "service.shared"},
     "service.observe": {"service.model", "service.shared"},
-    "service.settings": {"service.observe"},
+    "service.settings": {"service.observe", "service.process"},
+    "service.local": {"service.text", "service.engine", "service.model", "service.wire", "service.process"},
+    "service.python": {"service.local"},
     "service.engine": {
         "service.model", "service.constrain", "service.wire",
         "service.sockets", "service.process", "service.observe", "service.shared", "service.catalog",  # see HOSTS
@@ -132,6 +134,7 @@ LIGHT = (
         [
             (LIGHT, set()),
             ("service.text.generation, service.text.scores", {"pydantic"}),
+            ("service.python", set()),
             ("service.sockets", {"litserve", "fastapi"}),
             ("service.server", {"prometheus_client"}),
         ],

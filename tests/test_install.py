@@ -171,6 +171,19 @@ def test_the_command_depends_on_nothing_in_the_current_folder(installed, tmp_pat
                 assert json.load(answer)["choices"][0]["finish_reason"] == "length"
 
 
+def test_the_package_chargpt_is_the_model_in_python(installed, tmp_path):
+    """From a wheel, in any folder."""
+    bundled = ROOT / "service" / "checkpoints" / "tinyshakespeare"
+    code = (
+        f"import chargpt, service; model = chargpt.load({str(bundled)!r}); "
+        "print(chargpt.__file__, service.__file__, len(model.generate('ROMEO:', max_tokens=9).text))"
+    )
+    command = [installed.with_name("python"), "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, check=True, text=True, stdout=subprocess.PIPE)
+    *files, length = done.stdout.split()
+    assert all(file.startswith(str(tmp_path / "venv")) for file in files) and length == "9"
+
+
 def test_a_source_distribution_contains_the_source(source, tmp_path):
     run(source, "-c", f"import setuptools.build_meta as build; build.build_sdist({str(tmp_path)!r})")
     (path,) = tmp_path.glob("*.tar.gz")
@@ -219,6 +232,12 @@ def test_without_a_compiler_the_installation_succeeds_with_one_line(source, tmp_
     assert libraries(source) == {} == libraries(site)
     found = run(source if editable else site, "-c", "import service.engine as e; print(*e.__path__)")
     assert found.startswith(str(tmp_path))
+    code = (  # -S: without this environment's own chargpt
+        f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({sysconfig.get_path('purelib')!r}); "
+        "import chargpt; print(chargpt.load, chargpt.__file__)"
+    )
+    found = run(tmp_path, "-S", "-c", code)
+    assert found.startswith("<function load") and f" {source if editable else site}/" in found
 
 
 def test_a_compiler_that_fails_is_named(source):

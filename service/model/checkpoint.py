@@ -77,6 +77,16 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, altered or unsupported. The message names the file."""
 
 
+def checkpoint_in(path: Path) -> Path:
+    """Return the folder of the checkpoint. A training run keeps it in best/."""
+    return path / "best" if not is_checkpoint(path) and is_checkpoint(path / "best") else path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """True if there is a manifest. False also without permission; reading the folder then gives the reason."""
+    return os.path.isfile(path / MANIFEST)
+
+
 def layout(config: GPTConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the parameters of GPT in order, each with its tensors in model.safetensors and their shapes.
 

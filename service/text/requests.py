@@ -33,6 +33,7 @@ MAX_BAD_WORDS = 256
 MAX_ID = 2**31 - 1
 MAX_SEQUENCES = 10_000  # maximum of a request, whatever the server's limit
 MAX_ATTENTION_CHARACTERS = 256
+MAX_TOKENS = 256  # default of /generate and of Python; OpenAI's completions have 16
 
 Item = TypeVar("Item")
 # Validated up to the first error, because only that is reported.

@@ -34,6 +34,18 @@ class TextScore(NamedTuple):
     num_characters: int  # scored ones
     nats: float
 
+    @property
+    def nats_per_character(self) -> float | None:
+        return self.nats / self.num_characters if self.num_characters else None
+
+    @property
+    def bits_per_character(self) -> float | None:
+        return None if self.nats_per_character is None else self.nats_per_character / math.log(2)
+
+    @property
+    def perplexity(self) -> float | None:
+        return None if self.nats_per_character is None else math.exp(self.nats_per_character)
+
 
 def plan_scores(model: TextModel, request: ScoreRequest, limits: Limits, encoder: Encoder) -> Work[ScorePlan]:
     """Return what a request runs. The request's texts are replaced by nothing.
@@ -124,6 +136,21 @@ def plan_next(
     return submits, sum(map(len, ids))
 
 
+def ranks(nats: list[float]) -> list[int]:
+    """Return the rank of each text; 1 has the fewest nats, and of equal ones the first."""
+    order = sorted(range(len(nats)), key=lambda i: (nats[i], i))
+    found = [0] * len(nats)
+    for rank, i in enumerate(order, 1):
+        found[i] = rank
+    return found
+
+
 def entropy_of(top: list[tuple[int, float]]) -> float:
     """Return the entropy in nats of a distribution: (id, log-probability) of each character."""
     return -math.fsum(math.exp(value) * value for _, value in top)
+
+
+def distribution_of(logprobs: Logprobs) -> list[tuple[int, float]]:
+    """Return (id, log-probability) of each character that may come next, the likeliest first."""
+    ((_, top),) = logprobs.part(0, 1).rows()
+    return top

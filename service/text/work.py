@@ -20,12 +20,12 @@ class Job(NamedTuple):
 Work = Generator[Job | None, Any, Result]
 
 
-def run(work: Work[Result]) -> Result:
-    """Run work to its end here and now."""
+def run(work: Work[Result], find: Callable[[Job], Any] = lambda job: job.call()) -> Result:
+    """Run work to its end here and now. find: gives the result of a job."""
     result = None
     try:
         while True:
             job = work.send(result)
-            result = None if job is None else job.call()
+            result = None if job is None else find(job)
     except StopIteration as end:
         return end.value

@@ -16,7 +16,16 @@ from service.http.routes.stream import receipt_headers, send_json
 from service.http.schema.answers import Next, NextAnswer, NextCharacter, Score, ScoreAnswer, usage
 from service.http.schema.requests import NextRequest, ScoreRequest
 from service.text.encoding import Encoder
-from service.text.scores import TextScore, entropy_of, num_score_ids, plan_next, plan_scores, scores_of
+from service.text.scores import (
+    TextScore,
+    distribution_of,
+    entropy_of,
+    num_score_ids,
+    plan_next,
+    plan_scores,
+    ranks,
+    scores_of,
+)
 from service.wire import Logprobs, floats
 
 TEXT_BYTES = 400  # a text in an answer, and its list of ids
@@ -47,7 +56,7 @@ async def score(service: Service, request: Request) -> None:
         for item in scores:
             item["unknown_characters"] = planned.unknown[item["index"]]
     if is_ranking:
-        for rank, item in enumerate(sorted(scores, key=lambda item: (item["nats"], item["index"])), 1):
+        for item, rank in zip(scores, ranks([item["nats"] for item in scores]), strict=True):
             item["rank"] = rank
 
     def complete(item: Score) -> list[Score]:
@@ -73,15 +82,13 @@ async def score(service: Service, request: Request) -> None:
 
 
 def _score(index: int, found: TextScore) -> Score:
-    count = found.num_characters
-    mean = found.nats / count if count else None
     return {
         "index": index,
-        "characters": count,
+        "characters": found.num_characters,
         "nats": found.nats,
-        "nats_per_character": mean,
-        "bits_per_character": None if mean is None else mean / math.log(2),
-        "perplexity": None if mean is None else math.exp(mean),
+        "nats_per_character": found.nats_per_character,
+        "bits_per_character": found.bits_per_character,
+        "perplexity": found.perplexity,
     }
 
 
@@ -122,7 +129,7 @@ async def next_character(service: Service, request: Request) -> None:
 
 def _next(model: Model, index: int, logprobs: Logprobs) -> Next:
     """Return the distribution in the first row."""
-    ((_, top),) = logprobs.part(0, 1).rows()
+    top = distribution_of(logprobs)
     entropy = entropy_of(top)
     characters = model.tokenizer.characters
 

@@ -64,7 +64,7 @@ class StreamedRequest(GenerationRequest, ServerRequest):
 class GenerateRequest(StreamedRequest):
     """Body of POST /generate."""
 
-    max_tokens: int = field(256, 80, ge=0)
+    max_tokens: int = field(t.MAX_TOKENS, 80, ge=0)
     """maximum number of characters to generate. The default is lowered to the server's limit"""
 
 

@@ -17,9 +17,8 @@ from service.http.connection.errors import ApiError
 from service.http.connection.turns import Pause
 from service.http.models.model import Model
 from service.http.schema.answers import Timing
-from service.text.pieces import Piece
-from service.wire import Answer, Delta, Draw, Drawn, FinishReason, Logprobs, Submit
-from service.words import plural
+from service.text.pieces import Piece, exact_pieces, piece_of, too_few, tried
+from service.wire import Answer, Delta, Drawn, FinishReason, Logprobs, Submit
 
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 HOMELESS = -1  # no worker: the sequence waits until one is connected
@@ -99,24 +98,6 @@ class SequenceState:
             skipped = min(len(delta.answers), self.answers_replay_left)
             self.answers_replay_left -= skipped
             delta.answers = delta.answers[skipped:]
-
-
-def _tried(drawn: Drawn) -> str:
-    return f"{drawn.matches} of {plural(drawn.candidates, 'candidate')} matched"
-
-
-def too_few(draw: Draw, drawn: Drawn | None) -> ApiError:
-    """Return the error of a draw that reached a limit before it had all answers."""
-    assert drawn is not None
-    rest = "the others" if drawn.matches else "them"
-    near = f"the longest of {rest} kept to the condition for {plural(drawn.longest, 'character')}"
-    if drawn.nearest:
-        near = f"the nearest of {rest} lacked {plural(drawn.nearest, 'character')} of a match, {near}"
-    message = (
-        f"{_tried(drawn)} ({plural(drawn.characters, 'character')}), {draw.answers} must: {near}; loosen the "
-        "condition or raise max_candidates or max_candidate_characters"
-    )
-    return ApiError(400, message, param="exact", code="too_few_matches")
 
 
 class Client(Protocol):
@@ -363,7 +344,9 @@ class Generation:
         if self._failure is None and reason in FAILURES:
             self._failure = self._failed(sequence, reason)
         elif self._failure is None and draw is not None:
-            self._failure = too_few(draw, sequence.drawn) if sequence.num_answers < draw.answers else None
+            if sequence.num_answers < draw.answers:
+                assert sequence.drawn is not None
+                self._failure = ApiError.of(too_few(draw, sequence.drawn))
         self._metrics.sequence_ended(sequence.num_completion_tokens)
         self._client.count(self.model, reason)
         self.touched[sequence] = None
@@ -388,7 +371,7 @@ class Generation:
         if reason == "timeout":
             message = f"the request took longer than {self.timeout_seconds:g} s, {self.timeout_name}"
             if sequence.drawn is not None:
-                message += f": {_tried(sequence.drawn)}"
+                message += f": {tried(sequence.drawn)}"
             return ApiError(504, message, code="timeout")
         if reason == "error":
             return sequence.error or ApiError(500, "inference failed on this request", code="engine_error")
@@ -398,18 +381,11 @@ class Generation:
         texts, sequence.new_texts = sequence.new_texts, []
         text = texts[0] if len(texts) == 1 else "".join(texts)
         sequence.num_taken += len(text)
-        logprobs, num_unscored = None, 0
-        if sequence.submit.logprobs is not None:
-            logprobs, sequence.new_logprobs = sequence.new_logprobs or Logprobs(), None
-        if sequence.echo and sequence.finish_reason != "abort":  # an aborted prompt may lack rows
-            text = sequence.echo + text
-            if logprobs is not None:
-                of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs or Logprobs(), None
-                of_prompt.extend(logprobs)
-                # The first character, unless a hidden one precedes it.
-                logprobs, num_unscored = of_prompt, len(sequence.echo) - len(sequence.submit.prompt) + 1
-        sequence.echo, seed = "", sequence.submit.sampling.seed
-        return Piece(sequence.number, seed, text, sequence.finish_reason, logprobs, num_unscored)
+        logprobs, sequence.new_logprobs, echo = sequence.new_logprobs, None, sequence.echo
+        of_prompt = None
+        if echo:
+            of_prompt, sequence.echo, sequence.prompt_logprobs = sequence.prompt_logprobs, "", None
+        return piece_of(sequence.number, sequence.submit, text, sequence.finish_reason, logprobs, echo, of_prompt)
 
     def _take_answers(self, sequence: SequenceState) -> list[Piece]:
         """Take the answers of a draw that have arrived."""
@@ -419,15 +395,7 @@ class Generation:
         first = sequence.number * sequence.submit.draw.answers + sequence.num_answers - len(answers)
         logprobs, sequence.new_logprobs = sequence.new_logprobs, None
         sequence.num_taken += len(text)
-        pieces, start = [], 0
-        for number, answer in enumerate(answers, first):
-            end = start + answer.length
-            its = None
-            if sequence.submit.logprobs is not None:
-                its = (logprobs or Logprobs()).take(answer.length)
-            pieces.append(Piece(number, answer.seed, text[start:end], answer.finish_reason, its, is_exact=True))
-            start = end
-        return pieces
+        return exact_pieces(first, sequence.submit, text, answers, logprobs)
 
     def prompt_logprobs(self, number: int) -> Logprobs:
         """Return the log-probabilities of a sequence's prompt from `score_from` on, after its end."""

@@ -1,0 +1,416 @@
+"""The model in Python: each method makes a request in text of its arguments, and runs it on the engine's thread.
+
+The arguments are the fields of the API, with its names, defaults and errors: API.md describes them. Limits of a server
+do not apply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from service import BUNDLED
+from service.engine import native
+from service.engine.backends import open_runner, resolve
+from service.engine.engine import Engine
+from service.engine.selfcheck import SelfCheckError, check
+from service.local.results import Acceptance, Answer, Answers, Character, Next, Results, Score
+from service.local.thread import Call, EngineThread, Running
+from service.model.checkpoint import Checkpoint, checkpoint_in
+from service.model.params import MAX_SEED
+from service.process import available_cpus
+from service.text.encoding import Encoder
+from service.text.errors import InvalidRequestError, invalid
+from service.text.generation import Plan, answers, plan
+from service.text.limits import Limits
+from service.text.model import TextModel
+from service.text.pieces import Piece, Ran, exact_pieces, piece_of, too_few
+from service.text.reading import AnyRequest, parse
+from service.text.requests import MAX_ID, MAX_TOKENS, GenerationRequest, NextRequest, ScoreRequest
+from service.text.scores import distribution_of, entropy_of, plan_next, plan_scores, ranks, scores_of
+from service.text.work import Job, Result, Work, run
+from service.wire import Logprobs, Submit, floats
+
+MAX_REGEX_CHARACTERS = 10_000  # the most that a server may allow
+MAX_JOBS = 64  # compiled patterns that are kept
+AHEAD = 4  # sequences that `sample` may have in progress or unread, per slot
+
+
+class RequestError(ValueError):
+    """A request cannot be answered as it is. param: its field; None: no single one. code: for programs."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise RequestError(error.message, error.param, error.code) from None
+
+
+def load(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    backend: str = "auto",
+    dtype: str = "auto",
+    device: str = "cpu",
+    threads: int | None = None,
+    slots: int = 64,
+) -> Model:
+    """Load a checkpoint folder, the best checkpoint of a run's folder, or without a folder the bundled checkpoint.
+
+    backend: native, torch or cuda; auto takes cuda on a GPU, and native on a CPU if it runs there. Otherwise auto takes
+    torch, and warns. dtype: float32, float64 or bfloat16; auto takes float32, with torch float64. device: cpu, or cuda
+    for a GPU. threads: of the CPU; by default, as many as this process may use. slots: sequences that run at once.
+
+    Raises:
+        CheckpointError: the folder has no checkpoint, or it was altered.
+        ValueError: this machine cannot run the backend or dtype.
+        SelfCheckError: the backend does not compute the model.
+    """
+    for name, value, most in ("threads", threads, 1024), ("slots", slots, 4096):
+        if value is not None and not 1 <= value <= most:
+            raise ValueError(f"{name} must be in [1, {most}], got {value}")
+    checkpoint = Checkpoint.read(BUNDLED if folder is None else checkpoint_in(Path(folder)))
+    threads = available_cpus() if threads is None else threads
+    chosen, _ = resolve(backend, dtype, device)
+    if backend == "auto" and chosen == "torch" and (reason := native.why_not()):
+        warnings.warn(f"running on backend torch, because native is not available: {reason}", stacklevel=2)
+    runner = open_runner(checkpoint, chosen, dtype, slots, threads, device)
+    try:
+        check(runner, checkpoint, is_short=True)  # a script may load often
+    except SelfCheckError as error:
+        runner.close()
+        if backend != "auto" or chosen == "torch":
+            raise
+        warnings.warn(f"running on backend torch: {error}", stacklevel=2)
+        runner = open_runner(checkpoint, "torch", dtype, slots, threads, device)
+        check(runner, checkpoint, is_short=True)
+    return Model(checkpoint, Engine(runner, max_waiting=MAX_ID, is_fair=False))
+
+
+class Model:
+    """A checkpoint, and an engine that runs it in a thread of this process.
+
+    Any thread may call the methods; the engine runs all calls together, and the same seed gives the same text. `close`,
+    or `with`, frees the memory. A stream or a sample that is left behind ends what it runs.
+
+    Raises:
+        RequestError: from each method: an argument is invalid. It is a ValueError with the sentence of the API.
+        ModelClosedError: from each method: the model is closed, or this process is a fork of the one that loaded it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, engine: Engine):
+        self.checkpoint = checkpoint
+        self.backend, self.dtype, self.slots = engine.runner.backend, engine.runner.dtype, engine.runner.slots
+        self._text = TextModel(checkpoint, MAX_REGEX_CHARACTERS)
+        self._limits = Limits(max_prompts=MAX_ID)
+        self._random = Random()
+        self._jobs: dict[Any, Any] = {}
+        self._jobs_lock = threading.Lock()
+        self._thread = EngineThread(engine)
+        self._finalizer = weakref.finalize(self, self._thread.close)
+
+    def __repr__(self) -> str:
+        config = self.checkpoint.config
+        kind = "texts" if self._text.record_end is None else "records"
+        size = f"{config.num_parameters:,} parameters, {config.vocab_size} characters"
+        end = "" if self._finalizer.alive else ", closed"
+        return f"<model of {kind} {self.checkpoint.path}: {size}, backend {self.backend}, dtype {self.dtype}{end}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs, and free the engine."""
+        self._finalizer()
+
+    # -- generate --
+
+    def generate(self, prompt: Any = "", **fields: Any) -> Answers:
+        """Continue a text or a list of texts. The fields are those of POST /generate.
+
+        Return a list of answers: `n` of the first prompt, then those of the next. If there is one, the list has its
+        attributes too: model.generate("ROMEO:").text
+        """
+        with _refusing():
+            request = self._request(fields | {"prompt": prompt})
+            encoder, planned = self._plan(request)
+            pieces, drawn = self._pieces(planned)
+        found = Answers(self._answer(piece) for piece in pieces)
+        found.replaced_characters, found.dropped_characters = encoder.replaced, encoder.dropped
+        if request.exact:
+            found.exact = Acceptance(
+                sum(sequence.drawn.candidates for sequence in drawn),
+                sum(sequence.drawn.matches for sequence in drawn),
+                sum(sequence.drawn.characters for sequence in drawn),
+            )
+        return found
+
+    def stream(self, prompt: Any = "", **fields: Any) -> Iterator[str]:
+        """Continue a text, and yield its answer in parts as they are sampled. The fields are those of `generate`."""
+        with _refusing():
+            request = self._request(fields | {"prompt": prompt})
+            if request.logprobs is not None:
+                raise invalid("logprobs", "a stream yields text alone; use generate")
+            _, planned = self._plan(request)
+            if planned.chooses and not planned.suffix:
+                message = f"cannot be streamed if greater than n ({planned.n}), got {planned.candidates}"
+                raise invalid("best_of", message)
+            for name, count in ("prompt", len(planned.seeds)), ("n", planned.n):
+                if count != 1:
+                    raise invalid(name, f"a stream has one answer, got {count}; use generate")
+        return self._stream(planned)
+
+    def sample(self, count: int, **fields: Any) -> Iterator[Answer]:
+        """Yield `count` answers in order, those of generate(n=count, …), while the engine samples the next ones.
+
+        A model of records writes one record for each. The fields are those of `generate`, with one prompt.
+        """
+        with _refusing():
+            for name in ("n", "best_of", "suffix"):
+                if fields.get(name) is not None:
+                    raise invalid(name, "a sample has none, as its count says how many answers there are")
+            if not isinstance(count, int) or count < 0:
+                raise invalid("count", f"must be an integer of at least 0, got {count!r}")
+            if not count:
+                return iter(())
+            request = self._request(fields | ({"n": count} if fields.get("exact") is True else {}))
+            _, planned = self._plan(request)
+            if len(planned.submits) != 1:
+                raise invalid("prompt", f"a sample has one prompt, got {len(planned.submits)}; use generate")
+        return self._exact_sample(planned) if request.exact else self._sample(planned, count)
+
+    def _request(self, fields: dict[str, Any]) -> GenerationRequest:
+        if fields.get("max_tokens") is None:
+            fields["max_tokens"] = MAX_TOKENS
+        return self._parse(GenerationRequest, fields)
+
+    def _plan(self, request: GenerationRequest) -> tuple[Encoder, Plan]:
+        limits = self._limits
+        for name in ("max_candidates", "max_candidate_characters"):  # a limit and a default, for servers
+            given = getattr(request, name) or 0
+            limits = dataclasses.replace(limits, **{name: max(given, getattr(limits, name))})
+        encoder = Encoder(limits, self._text, request)
+        work = plan(self._text, request, limits, encoder, lambda: self._random.getrandbits(52))
+        return encoder, self._done(work)
+
+    def _pieces(self, planned: Plan) -> tuple[list[Piece], list[Running]]:
+        """Return the answers of a plan, and the sequences of exact ones."""
+        if not planned.chooses:
+            sequences = self._run(planned.submits)
+            return self._texts(sequences, planned.echo), sequences
+        stages, result = answers(self._text, planned), None
+        echo = None if planned.suffix else planned.echo
+        try:
+            while True:
+                submits = stages.send(result)
+                result = None
+                if submits is not None:
+                    sequences = self._run(submits)
+                    result = Ran(self._texts(sequences, echo), [it.prompt_logprobs for it in sequences])
+                    echo = None
+        except StopIteration as end:
+            return end.value, []
+
+    def _stream(self, planned: Plan) -> Iterator[str]:
+        if planned.chooses:
+            pieces, _ = self._pieces(planned)
+            yield from (piece.text for piece in pieces)
+            return
+        echo, num_answers = planned.echo[0] if planned.echo else "", 0
+        for part in self._parts(planned.submits, streams=True):
+            num_answers += len(part.answers)
+            self._check(part, num_answers)
+            text, echo = echo + self._decode(part.ids), ""
+            if text:
+                yield text
+
+    def _sample(self, planned: Plan, count: int) -> Iterator[Answer]:
+        (first,), number = planned.submits, 0
+        submits = (_with_seed(first, first.sampling.seed + i) for i in range(count))
+        ended: dict[int, Running] = {}  # by number, not in order yet
+        call = Call(self._thread)
+        try:
+            call.add(itertools.islice(submits, AHEAD * self.slots))
+            for sequence in call.parts():
+                self._check(sequence, 0)
+                ended[sequence.number] = sequence
+                ready = []
+                while number in ended:
+                    ready.append(ended.pop(number))
+                    number += 1
+                if ready:
+                    call.add(itertools.islice(submits, len(ready)))  # before the caller works on these
+                    for it in ready:
+                        (piece,) = self._its_pieces(it, planned.echo[0] if planned.echo else "")
+                        yield self._answer(piece)
+        finally:
+            call.close()
+
+    def _exact_sample(self, planned: Plan) -> Iterator[Answer]:
+        number = 0
+        for part in self._parts(planned.submits, streams=True):
+            pieces = exact_pieces(number, part.submit, self._decode(part.ids), part.answers, part.logprobs)
+            number += len(pieces)
+            yield from map(self._answer, pieces)
+            self._check(part, number)
+
+    # -- score --
+
+    def score(
+        self, texts: Any = None, *, prefix: Any = None, continuations: Any = None, **fields: Any
+    ) -> Results[Score]:
+        """Return the likelihood of texts, or of continuations of a prefix. The fields are those of POST /v1/score."""
+        fields |= {"texts": texts, "prefix": prefix, "continuations": continuations}
+        with _refusing():
+            request = self._parse(ScoreRequest, fields)
+            encoder, is_ranking = Encoder(self._limits, self._text, request), request.texts is None
+            given = request.continuations if request.texts is None else request.texts
+            shown = [given] if isinstance(given, str) else given or []
+            planned = self._done(plan_scores(self._text, request, self._limits, encoder))
+            logprobs = [Logprobs()] * len(shown)
+            for i, sequence in zip(planned.order, self._run(planned.submits), strict=True):
+                logprobs[i] = sequence.prompt_logprobs
+        totals = run(scores_of(logprobs))
+        places: Iterable[int | None] = ranks([it.nats for it in totals]) if is_ranking else itertools.repeat(None)
+        counts_unknown = encoder.policy != "refuse" or self._text.tokenizer.unknown_id is not None
+        found: Results[Score] = Results()
+        for i, (text, total, rank) in enumerate(zip(shown, totals, places, strict=False)):
+            nats: list[float | None] | None = None
+            if request.characters:  # nothing precedes the first character of a document
+                nats = [None] * (not planned.before and planned.lengths[i] > 0)
+                nats += [-value for value in floats(logprobs[i].values)]
+            mean, bits, perplexity = total.nats_per_character, total.bits_per_character, total.perplexity
+            unknown = planned.unknown[i] if counts_unknown else None
+            found.append(Score(i, text, total.num_characters, total.nats, mean, bits, perplexity, rank, unknown, nats))
+        return found
+
+    def next(self, prompt: Any = "", *, top: int | None = None, **fields: Any) -> Results[Next]:
+        """Return the distribution of the character after a text, or after each of a list of texts.
+
+        top: the number of characters to return, the likeliest ones. Other fields are those of POST /v1/next.
+        """
+        with _refusing():
+            if top is not None and (not isinstance(top, int) or top < 0):
+                raise invalid("top", f"must be an integer of at least 0, got {top!r}")
+            request = self._parse(NextRequest, fields | {"prompt": prompt})
+            encoder = Encoder(self._limits, self._text, request)
+            submits, _ = self._done(plan_next(self._text, request, self._limits, encoder))
+            sequences = self._run(submits)
+        characters, found = self._text.tokenizer.characters, Results[Next]()
+        for sequence in sequences:
+            every = distribution_of(sequence.logprobs)
+            entropy = entropy_of(every)
+            likeliest = [Character(characters[id], id, math.exp(value), value) for id, value in every[:top]]
+            found.append(Next(sequence.number, entropy, entropy / math.log(2), likeliest))
+        return found
+
+    # -- what they share --
+
+    def _parse(self, kind: type[AnyRequest], fields: dict[str, Any]) -> AnyRequest:
+        """Return a request. Unknown fields are refused, as nobody would see that they are ignored."""
+        request = parse(kind, {name: _plain(value) for name, value in fields.items()})
+        if request.ignored_fields:
+            known = ", ".join(kind.model_fields)
+            raise invalid(request.ignored_fields[0], f"unknown field; known fields are {known}", "unknown_field")
+        return request
+
+    def _done(self, work: Work[Result]) -> Result:
+        """Run work. Results of its jobs, such as compiled patterns, are kept."""
+        return run(work, self._find)
+
+    def _find(self, job: Job) -> Any:
+        with self._jobs_lock:
+            if job.key in self._jobs:
+                return self._jobs[job.key]
+        found = job.call()
+        with self._jobs_lock:
+            while len(self._jobs) >= MAX_JOBS:
+                del self._jobs[next(iter(self._jobs))]  # the oldest
+            self._jobs[job.key] = found
+        return found
+
+    def _parts(self, submits: Iterable[Submit], streams: bool = False) -> Iterator[Running]:
+        call = Call(self._thread, streams)
+        try:
+            call.add(submits)
+            yield from call.parts()
+        finally:
+            call.close()
+
+    def _run(self, submits: list[Submit]) -> list[Running]:
+        """Run sequences to their ends. Of several that fail, the first gives the error."""
+        sequences = sorted(self._parts(submits), key=lambda sequence: sequence.number)
+        for sequence in sequences:
+            self._check(sequence, len(sequence.answers))
+        return sequences
+
+    def _check(self, sequence: Running, num_answers: int) -> None:
+        """Raise the error of a sequence, if it has ended with one. num_answers: of a draw, those that have come."""
+        draw = sequence.submit.draw
+        if sequence.finish_reason == "error":
+            raise RuntimeError("inference failed on this request: the log says why")
+        if sequence.finish_reason is not None and draw is not None and num_answers < draw.answers:
+            error = too_few(draw, sequence.drawn)
+            raise RequestError(error.message, error.param, error.code)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._text.tokenizer.decode_array(np.array(ids, np.uint32))
+
+    def _texts(self, sequences: list[Running], echo: list[str] | None) -> list[Piece]:
+        pieces = []
+        for sequence in sequences:
+            pieces += self._its_pieces(sequence, echo[sequence.number] if echo else "")
+        return pieces
+
+    def _its_pieces(self, sequence: Running, echo: str) -> list[Piece]:
+        """Return the text of a sequence, or the answers of a draw."""
+        text, submit, draw = self._decode(sequence.ids), sequence.submit, sequence.submit.draw
+        if draw is not None:
+            return exact_pieces(sequence.number * draw.answers, submit, text, sequence.answers, sequence.logprobs)
+        reason, its, of_prompt = sequence.finish_reason, sequence.logprobs, sequence.prompt_logprobs
+        return [piece_of(sequence.number, submit, text, reason, its, echo, of_prompt)]
+
+    def _answer(self, piece: Piece) -> Answer:
+        if piece.logprobs is None:
+            return Answer(piece.number, piece.text, piece.finish_reason, piece.seed)
+        names, unscored = self._text.tokenizer.characters, piece.num_unscored
+        values: list[float | None] = [None] * unscored
+        tops: list[dict[str, float] | None] = [None] * unscored
+        for own, (value, top) in zip(piece.text[unscored:], piece.logprobs.rows(), strict=True):
+            values.append(value)
+            tops.append({names[id]: other for id, other in top} | {own: value})
+        return Answer(piece.number, piece.text, piece.finish_reason, piece.seed, values, tops)
+
+
+def _with_seed(submit: Submit, seed: int) -> Submit:
+    sampling = msgspec.structs.replace(submit.sampling, seed=seed % (MAX_SEED + 1))
+    return msgspec.structs.replace(submit, sampling=sampling)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: a list for a tuple, an array of NumPy or a column of pandas."""
+    if isinstance(value, tuple):
+        return list(value)
+    return value.tolist() if hasattr(value, "tolist") else value
