@@ -84,7 +84,10 @@ ODD_CHUNKS = (
     b"3 \r\nabc\r\n", b"3\r\nabcd\r\n", b"+3\r\nabc\r\n", b"-1\r\n", b"3\nabc\r\n", b"3;a\nb\r\nabc\r\n", b"\r\n",
     b"f" * 17 + b"\r\n", b"3\r\nabc\n", b"0x3\r\nabc\r\n",
 )  # fmt: skip
-ODD_TRAILERS = (b"Content-Length: 5", b"Transfer-Encoding: chunked", b"Connection: close", b"Host: b", b"X: y\n")
+ODD_TRAILERS = (
+    b"Content-Length: 5", b"Transfer-Encoding: chunked", b"Connection: close", b"Host: b", b"X: y\n",
+    b"Proxy-Connection: close",
+)  # fmt: skip
 
 
 def chunks(r, body):

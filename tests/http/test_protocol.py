@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from service.http.connection.addresses import network_of
+from service.http.connection.guard import MAX_BODY_CHUNKS
 from service.http.connection.limits import LOOPBACK
 from tests.helpers import ENDLESS, http_processes, lasting, make_certificate, serving, wait_until, web
 from tests.toolbox.http import PATIENCE, answer, pieces, post, received, sent
@@ -163,6 +164,16 @@ REFUSED = [
 def test_large_heads_malformed_chunks_and_other_versions_are_refused(server):
     found = [(data[-30:], ask(server, data)) for data, _ in REFUSED]
     assert found == [(data[-30:], refused) for data, refused in REFUSED]
+
+
+def test_the_chunks_of_a_body_are_limited(server):
+    """4 MB in chunks of one byte took the process 7 s."""
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    start = head + b'f\r\n{"prompt": "a"}\r\n'
+    with sent(server.port, start + b"1\r\n \r\n" * (MAX_BODY_CHUNKS - 2) + b"0\r\n\r\n") as connection:
+        with answer(connection) as response:
+            assert response.status == 200
+    assert ask(server, start + b"1\r\n \r\n" * MAX_BODY_CHUNKS) == (413, "body_too_large")
 
 
 def test_a_request_that_expects_100_and_is_malformed_is_refused_once(server):

@@ -38,6 +38,8 @@ _unheard.disabled = True
 PIECE_BYTES = 1024
 MAX_UNREAD_BYTES = 1 << 16  # beyond which the socket is not read
 MAX_HEADERS = 100  # of a request, and as many trailers
+MAX_CHUNKS = 64  # of a body, parsed in a turn of the loop
+MAX_BODY_CHUNKS = 1 << 16  # 4 MB in chunks of one byte would take 7 s
 MAX_DISCARDED_BYTES = 4 << 20  # of a body that is no longer wanted
 LINGER_SECONDS = 1.0
 FRAMING = (b"content-length", b"transfer-encoding")
@@ -81,7 +83,7 @@ class Connection(HttpToolsProtocol):
         self._unread_timer: asyncio.TimerHandle | None = None  # while the client does not read its answer
         self._is_in_head, self._is_in_body = True, False
         self._num_bytes = 0  # of a head, trailers or a chunk's line so far
-        self._num_headers = 0
+        self._num_headers = self._num_chunks = self._num_body_chunks = 0
         self._has_progressed = False  # such a part has ended in this piece
         self._discarded_bytes = 0
         self._is_ending = self._is_lingering = False  # refused: what still arrives is discarded
@@ -98,6 +100,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._network = self._limits.admit(self.client[0] if self.client else "")
         except RefusedRequest as refused:
+            self._discarded_bytes = MAX_DISCARDED_BYTES - MAX_UNREAD_BYTES  # there may be many of these
             self._refuse(refused)
             return
         self._set_timer(self._settings.header_timeout_seconds, self._head_timed_out)
@@ -205,13 +208,16 @@ class Connection(HttpToolsProtocol):
         self._is_scheduled = False
         data, start = self._unread, 0
         try:
-            while start < len(data) and self._may_read:
+            self._num_chunks = 0
+            while start < len(data) and self._may_read and self._num_chunks < MAX_CHUNKS:
                 end = start + min(PIECE_BYTES, self._settings.max_header_bytes - self._num_bytes)
                 start += self._feed(data[start:end])
         except RefusedRequest as refused:
             self._refuse(refused)
             return
         self._unread = data[start:]
+        if self._num_chunks >= MAX_CHUNKS:
+            self.go_on()
         if self._is_in_head and self._timer is None and self._may_read:
             self._set_timer(self._settings.header_timeout_seconds, self._head_timed_out)
         self._pause_if_full()
@@ -259,7 +265,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._is_in_head = True
-        self._num_headers = 0
+        self._num_headers = self._num_body_chunks = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_resuming:
@@ -270,8 +276,8 @@ class Connection(HttpToolsProtocol):
             raise RefusedRequest(ApiError(431, message, code="headers_too_large"), "headers_too_large")
         if self._is_in_head:
             super().on_header(name, value.strip(b" \t"))
-        elif name.lower() == b"connection":  # httptools would end the connection; other trailers are dropped
-            raise _malformed(400, "Connection is not allowed as a trailer")
+        elif name.lower() in (b"connection", b"proxy-connection"):  # httptools would end the connection at these
+            raise _malformed(400, f"{name.decode('latin-1')} is not allowed as a trailer")
 
     def on_headers_complete(self) -> None:
         if self._is_resuming:
@@ -311,7 +317,15 @@ class Connection(HttpToolsProtocol):
     def _progressed(self) -> None:
         self._has_progressed = True
 
-    on_chunk_header = on_chunk_complete = _progressed
+    on_chunk_header = _progressed
+
+    def on_chunk_complete(self) -> None:
+        self._progressed()
+        self._num_chunks += 1
+        self._num_body_chunks += 1
+        if self._num_body_chunks > MAX_BODY_CHUNKS:
+            message = f"a body must have at most {MAX_BODY_CHUNKS} chunks, got more"
+            raise RefusedRequest(ApiError(413, message, code="body_too_large"), "malformed")
 
     # -- refusing --
 
