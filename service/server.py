@@ -44,6 +44,7 @@ from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
 
 logger = logging.getLogger(__name__)
 
+ACCEPTED = 16  # connections accepted in an iteration of the event loop
 BACKLOG = 4096  # connections waiting to be accepted: the default maximum of Linux (net.core.somaxconn)
 UVICORN_GRACE_SECONDS = 2  # requests are drained before uvicorn stops
 POLL_SECONDS = 0.1  # between two checks of all processes
@@ -62,6 +63,14 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: SharedState):
         super().__init__(config)
         self._state = state
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. uvloop accepts one connection of each socket in an iteration, so it gets copies of ours.
+
+        With one socket, a new client waits behind hundreds that connect again after a refusal.
+        """
+        copies = [copy for it in sockets or () for copy in (it, *(it.dup() for _ in range(ACCEPTED - 1)))]
+        await super().startup(copies)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.should_exit = self.should_exit or self._state.is_in("stopping")

@@ -12,6 +12,7 @@ import tracemalloc
 import httpx
 import pytest
 
+from service.http.connection.guard import MAX_BODY_CHUNKS
 from service.http.models import patterns
 from service.text.errors import InvalidRequestError
 from tests.helpers import compiled, serving, wait_until, web
@@ -105,7 +106,7 @@ def test_all_requests_together_hold_no_more_than_the_limit(server, client):
 
 def test_small_chunks_of_a_body_are_held_as_its_bytes(client, server):
     """Each was held as an object."""
-    count = MAX_BODY_BYTES - 10
+    count = MAX_BODY_CHUNKS - 10
     head = b"POST /generate HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %b\r\n" % KEYS[0].encode()
     before = client.get("/traced").json()["traced"]
     with sent(server.port, head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * count):

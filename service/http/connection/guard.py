@@ -38,7 +38,8 @@ _unheard.disabled = True
 PIECE_BYTES = 1024
 MAX_UNREAD_BYTES = 1 << 16  # beyond which the socket is not read
 MAX_HEADERS = 100  # of a request, and as many trailers
-MAX_CHUNKS = 64  # of a body, parsed in a turn of the loop
+TURN_BYTES = 1 << 15  # parsed in a turn of the loop
+MAX_CHUNKS = 64  # of a body, likewise
 MAX_BODY_CHUNKS = 1 << 16  # 4 MB in chunks of one byte would take 7 s
 MAX_DISCARDED_BYTES = 4 << 20  # of a body that is no longer wanted
 LINGER_SECONDS = 1.0
@@ -209,14 +210,14 @@ class Connection(HttpToolsProtocol):
         data, start = self._unread, 0
         try:
             self._num_chunks = 0
-            while start < len(data) and self._may_read and self._num_chunks < MAX_CHUNKS:
+            while start < min(len(data), TURN_BYTES) and self._may_read and self._num_chunks < MAX_CHUNKS:
                 end = start + min(PIECE_BYTES, self._settings.max_header_bytes - self._num_bytes)
                 start += self._feed(data[start:end])
         except RefusedRequest as refused:
             self._refuse(refused)
             return
         self._unread = data[start:]
-        if self._num_chunks >= MAX_CHUNKS:
+        if start >= TURN_BYTES or self._num_chunks >= MAX_CHUNKS:
             self.go_on()
         if self._is_in_head and self._timer is None and self._may_read:
             self._set_timer(self._settings.header_timeout_seconds, self._head_timed_out)
