@@ -28,9 +28,10 @@ class _Line:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
 
     async def wait(self, client: str) -> None:
-        if self._slice_since is None and not self._is_resting:
+        since = self._slice_since
+        if since is None and not self._is_resting:
             self._begin_slice()
-        elif self._is_resting or time.monotonic() - self._slice_since >= SLICE_SECONDS:  # type: ignore[operator]
+        elif since is None or time.monotonic() - since >= SLICE_SECONDS:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(client, deque()).append(turn)
             try:
