@@ -41,7 +41,8 @@ class ConnectionLimits:
     RESERVED = 16
     LINGERING = 64  # refused connections that stay open until the client has read the error
     MIN_FILES = 256
-    SPARE_FILES = 2300  # own files, and the backlog of connections accepted at once
+    FEWEST_SPARE_FILES = 192  # own files, refused connections, and those that one turn accepts
+    SPARE_FILES = 2300  # of a limit that is high enough: a backlog's connections too
 
     def __init__(self, settings: Settings, metrics: Callable[[], Metrics | None] = lambda: None):
         self.settings, self._metrics = settings, metrics
@@ -49,7 +50,7 @@ class ConnectionLimits:
         if files < self.MIN_FILES:
             raise OpenFilesError(f"the limit of open files (ulimit -n) must be at least {self.MIN_FILES}, got {files}")
         asked = -(-settings.max_connections // settings.http_processes)
-        self.limit = min(asked, files - min(self.SPARE_FILES, files // 2))
+        self.limit = min(asked, files - min(self.SPARE_FILES, max(self.FEWEST_SPARE_FILES, files // 2)))
         if self.limit < asked:
             logger.warning(
                 "--max-connections: at most %d per HTTP process instead of %d, because the limit of open files is %d",
