@@ -35,14 +35,6 @@ class Hello(msgspec.Struct, gc=False, array_like=True, tag=True):
     consumer_id: int
 
 
-class Draw(msgspec.Struct, gc=False, array_like=True):
-    """The number of exact answers to draw, and the limits of candidates and of their characters."""
-
-    answers: int
-    max_candidates: int
-    max_characters: int
-
-
 class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     """One sequence to run: a prompt and how to continue it."""
 
@@ -58,6 +50,9 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     constraint: bytes | None = None  # a packed Automaton that the text must match
     minimum: bytes | None = None  # its packed MinimumLength for min_tokens; None: every match is long enough
     may_leave: bool = True  # an id that leaves an accepting constraint ends the text; False: it is masked out
+    # False: a candidate of an exact answer. All ids are allowed; the text ends before the first one that no match can
+    # follow. Only its last delta has ids, if it matches.
+    masks: bool = True
     constrains_first: bool = False  # the constraint covers only the first id
     logprobs: int | None = None  # report each id's log-probability and this many of the likeliest; None: report none
     logprob_ids: tuple[int, ...] = ()  # report the log-probabilities of these ids instead of the likeliest
@@ -70,7 +65,6 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     weight: float = 1.0  # share of the client, above 0
     model: int = 0  # id of the version of a checkpoint (catalog.py)
     reuse_group: str = ""  # keys and values are copied only between sequences of one group
-    draw: Draw | None = None  # run free candidates, and answer with those that match the constraint and min_tokens
 
 
 def share(request: Submit, before: Submit) -> None:
@@ -82,6 +76,19 @@ def share(request: Submit, before: Submit) -> None:
     biases = before.sampling.logit_bias
     if biases and request.sampling.logit_bias == biases:
         msgspec.structs.force_setattr(request.sampling, "logit_bias", biases)
+
+
+class Copies(msgspec.Struct, gc=False, array_like=True, tag=True):
+    """Sequences that differ in id and seed. All are accepted, or the first is refused and the others never existed."""
+
+    submit: Submit  # the first
+    others: list[tuple[int, int]]  # id and seed of each other one
+
+    def each(self) -> Iterator[Submit]:
+        yield self.submit
+        for id, seed in self.others:
+            sampling = msgspec.structs.replace(self.submit.sampling, seed=seed)
+            yield msgspec.structs.replace(self.submit, id=id, sampling=sampling, must_run=True)
 
 
 class Abort(msgspec.Struct, gc=False, array_like=True, tag=True):
@@ -145,22 +152,13 @@ class Logprobs(msgspec.Struct, gc=False, array_like=True):
             yield value, list(zip(ids[start:end], values[start:end], strict=True))
 
 
-class Answer(msgspec.Struct, gc=False, array_like=True):
-    """A candidate that matched."""
+class Tried(msgspec.Struct, gc=False, array_like=True):
+    """How a candidate of an exact answer has ended."""
 
-    length: int  # in ids
-    seed: int  # of the candidate
-    finish_reason: FinishReason  # stop or length
-
-
-class Drawn(msgspec.Struct, gc=False, array_like=True):
-    """The cost of a draw so far, for candidates in the order of their numbers. It does not depend on the load."""
-
-    candidates: int = 0  # tried
-    matches: int = 0
-    characters: int = 0  # chosen for these candidates
-    nearest: int | None = None  # fewest characters that a dropped candidate lacked for a match
-    longest: int = 0  # most characters that a dropped candidate had in the pattern
+    matches: bool
+    characters: int  # that the model chose, with the one that ended it
+    length: int  # of its text
+    distance: int | None  # characters that the text lacks at least for a match; None: it has no constraint
 
 
 class Delta(msgspec.Struct, gc=False, array_like=True):
@@ -178,9 +176,10 @@ class Delta(msgspec.Struct, gc=False, array_like=True):
     ended_at: float | None = None  # with the finish reason, if the prompt has run
     logprobs: Logprobs | None = None  # of `ids`
     prompt_logprobs: Logprobs | None = None  # of the next ids of the prompt
-    num_unseen: int = 0  # with the finish reason: ids that ran and were not emitted, or of a prompt that ran in part
-    answers: list[Answer] = []  # of a draw: the answers that `ids` consist of
-    drawn: Drawn | None = None  # of a draw, with its answers and with the finish reason
+    # With the finish reason: ids that ran and were not emitted, or of a prompt that ran in part. Of a candidate, all of
+    # the prompt's ids that ran count.
+    num_unseen: int = 0
+    tried: Tried | None = None  # of a candidate, with the finish reason stop or length
 
 
 class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
@@ -206,11 +205,10 @@ class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
                 or delta.prefilled_at is not None
                 or delta.logprobs is not None
                 or delta.prompt_logprobs is not None
-                or delta.answers
             ):
                 others.append(delta)
         return cls(sequences, counts, ids.tobytes(), others)
 
 
-ToWorker = Hello | Submit | Abort
+ToWorker = Hello | Submit | Copies | Abort
 FromWorker = Hello | Step | Refused

@@ -38,7 +38,7 @@ LONGEST = """
     test_supervision.py deploy/test_proxies.py http/test_page.py engine/test_engine.py test_server.py
     http/test_bodies.py test_checkpoints.py http/test_prefix_leaks.py training/test_distributed.py
     http/test_counted.py http/test_attacks.py http/test_protocol.py deploy/test_swarm.py training/test_commands.py
-    http/test_lease.py http/test_exact.py engine/test_draw.py engine/test_native.py test_changed_model.py
+    http/test_lease.py http/test_exact.py text/test_exact.py engine/test_native.py test_changed_model.py
     engine/test_cuda.py training/test_score.py observe/test_tracing.py http/test_jdk.py observe/test_metrics.py
     observe/test_logs.py constrain/test_regex.py training/test_plan.py training/test_export.py
     http/test_openapi.py deploy/test_kubernetes.py deploy/test_deploy.py test_blocks.py test_install.py

@@ -44,7 +44,7 @@ ARROWS = {
         "service.server", "service.placement", "service.settings", "service.model", "service.process",
         "service.supervisor", "service.http",
     },
-    "training": {"service.model", "service.engine", "service.constrain", "service.wire"},
+    "training": {"service.text", "service.model", "service.engine", "service.constrain", "service.wire"},
 }  # fmt: skip
 # Of the engine, only these two know that there are other processes.
 HOSTS = {"service.engine.worker", "service.engine.host"}

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from service.model.params import SamplingParams
-from service.wire import Answer, Delta, Logprobs, Step, Submit, consumer_of, sequence_id, share
+from service.wire import Delta, Logprobs, Step, Submit, Tried, consumer_of, sequence_id, share
 
 
 def test_the_id_of_a_sequence_is_unique_and_names_its_process():
@@ -49,7 +49,7 @@ def test_log_probabilities_are_taken_in_parts(k):
     "more",
     [
         {"finish_reason": "stop"}, {"prefilled_at": 0.0}, {"logprobs": Logprobs()}, {"prompt_logprobs": Logprobs()},
-        {"answers": [Answer(1, 0, "stop")]},
+        {"finish_reason": "stop", "tried": Tried(True, 1, 1, None)},
     ],
 )  # fmt: skip
 def test_a_step_has_ids_in_columns_and_what_is_more_than_ids(more):

@@ -18,11 +18,10 @@ import numpy as np
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
-from service.wire import Drawn
 from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
 from training.records import LINES, separator_between, split_printed
-from training.sample import Condition, beginning_of_record, sample_texts
+from training.sample import Condition, Drawn, beginning_of_record, sample_texts
 
 CHUNK = 1 << 22  # training characters hashed at a time
 MAX_SHOWN = 200  # characters shown of a copied passage
@@ -83,7 +82,7 @@ def examine(
         condition = Condition.of(regex, tokenizer, max_tokens, end, is_empty=True)
     found = sample_texts(
         model, [end], count, max_tokens, params, stop=((end,),), begins=beginning_of_record(end_character, tokenizer),
-        device=device, condition=condition, drawn=drawn, max_candidates=max_candidates,
+        device=device, condition=condition, drawn=drawn, tokenizer=tokenizer, max_candidates=max_candidates,
     )  # fmt: skip
     texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in found]
     records = [record for _, record in texts]

@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
-from service.wire import Drawn
 from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
 from training.display import LOSSES, curves, figure_of, print_copies, verdict
@@ -26,7 +25,7 @@ from training.examination import MAX_SHOWN, NGRAM, Examination, examine
 from training.inputs import find_checkpoint, load_model, training_corpus
 from training.log import read_log
 from training.messages import plural
-from training.sample import acceptance, check_counts
+from training.sample import Drawn, acceptance, check_counts
 
 MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown on the page
 MAX_CHARACTERS = 2000  # shown of a text

@@ -10,7 +10,9 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -25,7 +27,8 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
 from service.model.tokenizer import RECORD_SEPARATOR, CharTokenizer, UnknownCharacterError
-from service.wire import Draw, Drawn, Submit
+from service.text.exact import Bounds, Ending, Exact
+from service.wire import Submit
 from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
 from training.inputs import Encoder, compile_pattern, load_model, splitting_of, training_corpus
@@ -37,6 +40,15 @@ from training.selfcheck import computes
 MAX_RUNNING = 128
 # Consecutive texts that may be skipped before sampling gives up: per requested text, and at most.
 SKIPPED_PER_TEXT, MAX_SKIPPED = 100, 10_000
+
+
+@dataclass
+class Drawn:
+    """The cost of exact texts so far."""
+
+    candidates: int = 0
+    matches: int = 0
+    characters: int = 0
 
 
 class ExhaustedError(Refusal):
@@ -55,7 +67,8 @@ def command(args: argparse.Namespace) -> None:
         model, plan.prompt, args.n, args.max_tokens, params,
         stop=plan.stop, stop_pattern=plan.stop_pattern, condition=plan.condition, begins=plan.begins,
         unique=args.unique, is_novel=novelty(args, checkpoint, plan.given) if args.novel else None,
-        drawn=drawn, max_candidates=args.max_candidates or MAX_CANDIDATES, device=str(model.head.weight.device),
+        drawn=drawn, tokenizer=checkpoint.tokenizer, max_candidates=args.max_candidates or MAX_CANDIDATES,
+        device=str(model.head.weight.device),
     )  # fmt: skip
     encoder.report()
     started = time.monotonic()
@@ -262,6 +275,7 @@ def sample_texts(
     is_novel: Callable[[list[int]], bool] | None = None,
     device: str = "cpu",
     drawn: Drawn | None = None,
+    tokenizer: CharTokenizer | None = None,
     max_candidates: int = MAX_CANDIDATES,
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield (seed, completion) of `count` texts in seed order.
@@ -270,8 +284,8 @@ def sample_texts(
     stop_pattern: a packed automaton, as in Submit. begins: a packed automaton that only the first character must match;
     a condition takes its place. device: the device of a copy of the model; a run in training samples on the CPU and
     keeps its own device for the steps.
-    drawn: counts the cost of exact answers under the condition. If it is given, the texts are such answers, and at most
-    max_candidates candidates are drawn per text on average.
+    drawn: counts the cost of exact answers under the condition. If it is given, with the tokenizer, the texts are such
+    answers, and at most max_candidates candidates are drawn per text on average.
 
     Raises:
         ExhaustedError: more than SKIPPED_PER_TEXT · count or MAX_SKIPPED consecutive texts were skipped, or too few
@@ -292,8 +306,8 @@ def sample_texts(
     has_filter = unique or is_novel is not None
     if drawn is not None:
         answers = count * max_candidates if has_filter else count
-        shared.draw = Draw(answers, count * max_candidates, 2**62)
-        found = _drawn(engine, shared, drawn)
+        bounds = Bounds(answers, count * max_candidates, 2**62)
+        found = _drawn(engine, shared, bounds, cast(CharTokenizer, tokenizer), drawn)
     else:
         found = _in_order(engine, shared, running, None if has_filter else count)
     seen: set[tuple[int, ...]] = set()
@@ -322,17 +336,33 @@ def sample_texts(
     )
 
 
-def _drawn(engine: Engine, request: Submit, drawn: Drawn) -> Iterator[tuple[int, list[int]]]:
+def _drawn(
+    engine: Engine, request: Submit, bounds: Bounds, tokenizer: CharTokenizer, drawn: Drawn
+) -> Iterator[tuple[int, list[int]]]:
     """Yield (seed, completion) of each exact answer. `drawn` counts the cost."""
-    engine.submit(request)
-    while engine.has_work:
+    end = tokenizer.decode(request.stop[0]) if request.stop else None
+    model: Any = SimpleNamespace(tokenizer=tokenizer, record_end_character=end)
+    exact = Exact(model, [request], bounds)
+    running: dict[int, list[int]] = {}
+    while True:
+        for number, _, submit in exact.more(2 * MAX_RUNNING - len(running)):
+            submit.id, submit.must_run, running[number] = number, True, []
+            engine.submit(submit)
+        if not running:
+            return
         for delta in engine.step():
-            start = 0
-            for name in Drawn.__struct_fields__:
-                setattr(drawn, name, getattr(delta.drawn, name))
-            for answer in delta.answers:
-                yield answer.seed, delta.ids[start : start + answer.length]
-                start += answer.length
+            if not exact.is_needed(delta.id):
+                continue
+            running[delta.id] += delta.ids
+            if delta.finish_reason is not None:
+                text = tokenizer.decode(running.pop(delta.id))
+                answers = exact.ended(delta.id, Ending(text, delta.finish_reason, delta.num_unseen, delta.tried, None))
+                drawn.candidates, drawn.matches, drawn.characters = exact.cost
+                for answer in answers:
+                    yield answer.seed, tokenizer.encode(answer.text)
+        for number in exact.take_needless():
+            engine.abort(number)
+            del running[number]
 
 
 def _in_order(engine: Engine, shared: Submit, running: int, count: int | None) -> Iterator[tuple[int, list[int]]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
 import logging
 import time
 import weakref
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.engine.draw import Candidate, Draw, shared_out
 from service.engine.runner import FAILED, Outcome, Piece, Runner
 from service.engine.scheduler import MIN_PREFILL, Plan, Scheduler
 from service.engine.sequence import Sequence
@@ -49,9 +47,6 @@ class StepStats:
         self.num_decode_steps = 0  # steps of the row with the most steps
         self.num_decode_tokens = 0
         self.num_dropped_tokens = 0  # characters chosen after a stop or after the sequence had ended
-        self.num_candidates = 0  # candidates of exact answers that ended
-        self.num_matches = 0  # candidates that matched
-        self.num_candidate_tokens = 0
 
     @property
     def seconds(self) -> float:
@@ -156,76 +151,37 @@ class Engine:
         # By client: rows times steps that earlier calls still owe it, and the rows that the last call owes it.
         self._owed: dict[str, tuple[float, float]] = {}
         self._num_steps_last = 0
-        self._debts: dict[str, float] = {}  # by client: seconds of starting candidates that it owes other clients
-        self._paid: dict[str, float] = {}  # by client: rows that it gives up in the next call to pay for that
-        self._num_paid_steps = 1  # decode steps of the last call
         self._submitted: Callable[[], Sequence | None] = lambda: None  # weak reference to the last submitted sequence
         self._in_flight: list[Batch] = []  # calls that the last step launched, if the runner is asynchronous
         self._num_failures = 0  # failed calls in a row
-        self.draws: dict[int, Draw] = {}  # running draws, by id
-        self._candidate_ids = itertools.count(-1, -1)  # negative, because requests' ids are not
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended) or len(self.scheduler) > 0 or bool(self._in_flight) or bool(self.draws)
+        return bool(self._ended) or len(self.scheduler) > 0 or bool(self._in_flight)
 
     @property
     def ids(self) -> list[int]:
-        """The ids of submitted sequences and draws that have not ended."""
-        return [*self.draws, *(it.id for it in self.scheduler if not isinstance(it, Candidate))]
+        """The ids of submitted sequences that have not ended."""
+        return [sequence.id for sequence in self.scheduler]
 
     def submit(self, request: Submit) -> Sequence:
-        """Queue a sequence, or the first candidate of a draw.
+        """Queue a sequence.
 
         Raises:
             BusyError: the client can use no free slot, and the queue is full for it. Nothing was queued.
         """
         if (before := self._submitted()) is not None:
             share(request, before.request)
-        if request.draw is not None:
-            return self._begin(Draw(request, self.clock(), self.config.receptive_field))
         sequence = Sequence(request, self.clock(), self.config.receptive_field)
         self._submitted = weakref.ref(sequence)
         self.scheduler.add(sequence)
         return sequence
 
-    def _begin(self, draw: Draw) -> Sequence:
-        """Queue the first candidate of a draw. Raise BusyError like `submit`."""
-        first = draw.next(next(self._candidate_ids), self.clock())
-        self.scheduler.add(first)
-        self.draws[draw.id] = draw
-        return first
-
     def abort(self, id: int, reason: FinishReason = "abort") -> None:
-        """End a sequence or a draw now. Do nothing if it has ended already."""
-        if id in self.draws:
-            self._end(self.draws[id], reason)
-            return
+        """End a sequence now. Do nothing if it has ended already."""
         sequence = self.scheduler.finish(id, reason)
-        if isinstance(sequence, Candidate):  # a candidate failed, so its draw ends
-            sequence.draw.count(sequence)
-            self._end(sequence.draw, reason)
-        elif sequence is not None:
+        if sequence is not None:
             self._ended.append(self._delta(sequence))
-
-    def _end(self, draw: Draw, reason: FinishReason | None = None) -> None:
-        """End a draw and its running candidates. `reason` says why it ends early, if it does."""
-        if self.draws.pop(draw.id, None) is None:
-            return
-        self._give_up(list(draw.running.values()))
-        client = draw.request.client
-        if client in self._debts and all(it.request.client != client for it in self.draws.values()):
-            del self._debts[client]
-        delta = draw.delta(self.clock(), reason)
-        assert delta is not None
-        self._ended.append(delta)
-
-    def _give_up(self, candidates: list[Candidate]) -> None:
-        """End candidates whose results no longer matter."""
-        for candidate in candidates:
-            if self.scheduler.finish(candidate.id, "abort") is not None:
-                candidate.draw.count(candidate)
-            candidate.draw.running.pop(candidate.number, None)
 
     def step(self) -> list[Delta]:
         """Schedule, launch some decode steps in one call and then pieces of prompts, and finish calls.
@@ -240,21 +196,12 @@ class Engine:
         scheduler = self.scheduler
         for id in scheduler.expired(stats.started_at):
             self.abort(id, "timeout")
-        for draw in [draw for draw in self.draws.values() if draw.deadline <= stats.started_at]:
-            self._end(draw, "timeout")
         deltas, self._ended = self._ended, []
         # The masks of guided rows depend on their last characters.
         if scheduler.num_guided and not self.runner.follows_guides:
             self._finish(self._in_flight, deltas)
             self._in_flight = []
-        decoding = np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0))
-        slots = self._share(decoding)  # (B,)
-        if self.draws:
-            able = [draw for draw in self.draws.values() if draw.request.client not in self._debts]
-            candidates = [it for draw in self.draws.values() for it in draw.running.values()]
-            waiting = sum(it.slot is None and it.charged is None for it in candidates)
-            for draw in shared_out(able, scheduler.num_free - waiting):
-                scheduler.add(draw.next(next(self._candidate_ids), stats.started_at))
+        slots = self._share(np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0)))  # (B,)
         plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)))
         self._start(plan)
         stats.lap("schedule")
@@ -269,8 +216,6 @@ class Engine:
         deltas += self._ended
         self._ended = []
         stats.lap("update")
-        if self.draws and len(decoding):
-            self._owe(plan.pieces)
         return deltas
 
     def generate(self, requests: Iterable[Submit]) -> list[list[int]]:
@@ -294,14 +239,8 @@ class Engine:
         its weight runs all of them in each call. The time of the call is the time of these rows alone, divided by that
         client's part of all weights; so many rows of other clients fit. The sequences of the other clients take turns.
         A sequence whose stop pattern keeps the host busy counts as several rows.
-
-        The time that candidates take besides decoding counts towards their client's part. Otherwise thousands of
-        candidates that end after one character would take most of the time. A client that owes time for its candidates
-        leaves some of its rows to the others.
         """
-        self._paid.clear()
-        if len(slots) + len(self._debts) < 2 or not self.scheduler.is_fair:
-            self._debts.clear()
+        if len(slots) < 2 or not self.scheduler.is_fair:
             return slots
         by_client: dict[str, list[int]] = {}
         weights: dict[str, float] = {}
@@ -317,26 +256,20 @@ class Engine:
             by_client[client].append(slot)
             times[slot] = sequence.time_in_rows
             rows[client] += times[slot]
-        if len({**by_client, **self._debts}) < 2 or not by_client:
-            self._debts.clear()
+        if len(by_client) < 2:
             return slots
         clients = sorted(by_client, key=lambda name: rows[name] / weights[name])
-        for draw in self.draws.values() if self._debts else ():
-            weights.setdefault(draw.request.client, draw.request.weight)
-        self._settle(weights)
         fewest, cost, all_weights = rows[clients[0]], self._decode_cost, sum(weights.values())
         parts = all_weights / weights[clients[0]]
         limit = max(parts * fewest, (parts * cost.seconds(fewest) - cost.fixed) / cost.each)
-        if limit >= sum(rows.values()) and not self._debts:
+        if limit >= sum(rows.values()):
             return slots
         chosen: list[int] = []
         before, self._owed = self._owed, {}
-        for name in [*(name for name in weights if name not in by_client), *clients]:
-            its_slots, wanted = by_client.get(name, []), rows.get(name, 0.0)
-            part = limit * weights[name] / all_weights
-            paid = self._pay(name, part)
-            room = min(wanted, part - paid)
-            limit, all_weights = limit - paid - room, all_weights - weights[name]
+        for name in clients:
+            its_slots, wanted, part = by_client[name], rows[name], limit * weights[name] / all_weights
+            room = min(wanted, part)
+            limit, all_weights = limit - room, all_weights - weights[name]
             if room < wanted - 1e-9:
                 owed, left = before.get(name, (0.0, 0.0))
                 owed += left * self._num_steps_last
@@ -348,44 +281,9 @@ class Engine:
                 self._owed[name] = owed, room
             else:
                 chosen += its_slots
-        if not chosen:  # every decoding client owes time, and leaving out all rows would repay nobody
-            self._debts.clear()
-            self._paid.clear()
-            return slots
         self._turn += 1
         self._decoded_at[chosen] = self._turn
         return np.array(sorted(chosen))
-
-    def _owe(self, pieces: list[Piece]) -> None:
-        """Charge clients for the time that their candidates took besides decoding, in a step that decodes."""
-        drawing = {draw.request.client for draw in self.draws.values()}
-        clients = [piece.sequence.request.client for piece in pieces if isinstance(piece.sequence, Candidate)]
-        seconds = sum(self.stats.phases.get(phase, 0.0) for phase in ("schedule", "prefill", "update"))
-        for client in drawing.intersection(clients):
-            self._debts[client] = self._debts.get(client, 0.0) + seconds * clients.count(client) / len(pieces)
-
-    def _settle(self, weights: dict[str, float]) -> None:
-        """Subtract from all debts, by weight, the debt of the client that owes the least, so that it owes nothing."""
-        least = min((self._debts.get(name, 0.0) / weight for name, weight in weights.items()), default=0.0)
-        for name in list(self._debts):
-            self._debts[name] -= least * weights[name]
-            if self._debts[name] <= 1e-9:
-                del self._debts[name]
-
-    def _pay(self, client: str, rows: float) -> float:
-        """Return how many rows of its part of the next call a client leaves to others to pay its debt."""
-        debt = self._debts.get(client, 0.0)
-        paid = self._paid[client] = min(rows, debt / (self._decode_cost.each * self._num_paid_steps))
-        return paid
-
-    def _paid_for(self, steps: int) -> None:
-        """Reduce the debts: a call of `steps` steps runs without the rows that clients left to others."""
-        self._num_paid_steps = steps
-        for client, rows in self._paid.items():
-            self._debts[client] = self._debts.get(client, 0.0) - rows * self._decode_cost.each * steps
-            if self._debts[client] <= 1e-9:
-                del self._debts[client]
-        self._paid.clear()
 
     def _prefill_budget(self, rows: int) -> int:
         """Return the budget of prompt characters for a step that decodes `rows`.
@@ -437,7 +335,6 @@ class Engine:
             steps = np.minimum(1 if is_slow else self._num_steps(len(slots), num_prompt), scheduler.num_left[slots])
             if steps.max() > MAX_AHEAD and any(sequence.may_stop for sequence in sequences):
                 steps = np.minimum(steps, MAX_AHEAD)  # for all rows, for the same reason
-            self._paid_for(int(steps.max()))
             wait = self.runner.decode(slots, steps, guides, reports)
             scheduler.decoded(slots, steps)
             stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
@@ -491,8 +388,7 @@ class Engine:
                 self._take(sequence, ids, report, batch.pieces[b] if batch.pieces else None, b in failed)
                 if sequence.is_finished:
                     self.scheduler.remove(sequence)
-                if isinstance(sequence, Candidate):
-                    self._update_draw(sequence)
+                if sequence.is_candidate and not sequence.is_finished:
                     continue
                 delta = self._delta(sequence)
                 is_timed = delta.prefilled_at is not None  # the first character may be held back as part of a stop
@@ -506,24 +402,6 @@ class Engine:
                     delta.ended_at = self.clock()
                     self.scheduler.remove(sequence)
                 deltas.append(delta)
-
-    def _update_draw(self, candidate: Candidate) -> None:
-        """Update the draw of a candidate that has run further."""
-        draw, stats = candidate.draw, self.stats
-        if candidate.prefilled_at is not None and not draw.is_timed:
-            draw.scheduled_at, draw.prefilled_at = candidate.scheduled_at, candidate.prefilled_at
-        if candidate.finish_reason == "error":
-            draw.count(candidate)
-            self._end(draw, "error")
-        elif candidate.is_finished:
-            stats.num_candidates += 1
-            stats.num_matches += candidate.matches
-            stats.num_candidate_tokens += candidate.num_drawn
-            self._give_up(draw.ended(candidate))
-        if draw.is_finished:
-            self._end(draw)
-        elif (delta := draw.delta(stats.ended_at)) is not None:
-            self._ended.append(delta)
 
     def _take(
         self, sequence: Sequence, ids: list[int], report: Logprobs | None, piece: Piece | None, has_failed: bool
@@ -571,7 +449,14 @@ class Engine:
 
     def _delta(self, sequence: Sequence) -> Delta:
         ids, logprobs, of_prompt = sequence.emit()
-        delta = Delta(sequence.id, ids, sequence.finish_reason, logprobs=logprobs, prompt_logprobs=of_prompt)
+        tried = None
+        if sequence.is_candidate:
+            tried = sequence.tried if sequence.finish_reason in ("stop", "length") else None
+            if tried is None or not tried.matches:
+                ids, logprobs, of_prompt, sequence.num_emitted = [], None, None, 0
+        delta = Delta(
+            sequence.id, ids, sequence.finish_reason, logprobs=logprobs, prompt_logprobs=of_prompt, tried=tried
+        )
         if sequence.prefilled_at is not None:
             if not sequence.is_timed:
                 sequence.is_timed = True
@@ -579,6 +464,7 @@ class Engine:
             if sequence.is_finished:
                 delta.ended_at = self.clock()
         if sequence.is_finished:
-            num_prompt = sequence.num_run if sequence.prefilled_at is None else 0
-            delta.num_unseen = num_prompt + sequence.num_completion_tokens - sequence.num_emitted
+            num_prompt = sequence.num_run if sequence.prefilled_at is None or sequence.is_candidate else 0
+            num_chosen = sequence.num_completion_tokens + (sequence.is_candidate and sequence.refused is not None)
+            delta.num_unseen = num_prompt + num_chosen - sequence.num_emitted
         return delta

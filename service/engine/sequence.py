@@ -13,7 +13,7 @@ import numpy as np
 
 from service.constrain.automaton import Automaton, Guide, MinimumLength, StopPattern
 from service.engine.runner import NONE, Piece, Report
-from service.wire import FinishReason, Logprobs, Submit
+from service.wire import FinishReason, Logprobs, Submit, Tried
 
 # The host follows this many partial matches of a stop pattern in the time in which one row runs one decode step.
 FOLLOWED_PER_ROW = 128
@@ -112,7 +112,9 @@ class Sequence:
         self.guide: Guide | None = None
         if request.constraint is not None:
             minimum = None if request.minimum is None else _minimum(request.minimum, request.constraint)
-            self.guide = Guide(_automaton(request.constraint), request.max_tokens, minimum, request.may_leave)
+            self.guide = Guide(
+                _automaton(request.constraint), request.max_tokens, minimum, request.may_leave, request.masks
+            )
         self._stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
         self._stop_pattern = None
         if request.stop_pattern is not None:
@@ -122,11 +124,24 @@ class Sequence:
         # Ids that may begin a stop. While none of them is held or arrives, `extend_simply` suffices. None: it never
         # does.
         is_simple = (request.constraint is None or request.constrains_first) and request.stop_pattern is None
-        self.notable = frozenset(stop[0] for stop in request.stop) if is_simple else None
+        self.notable = frozenset(stop[0] for stop in request.stop) if is_simple and request.masks else None
 
     @property
     def num_completion_tokens(self) -> int:
         return len(self.ids) - len(self.request.prompt)
+
+    @property
+    def is_candidate(self) -> bool:
+        """True for a candidate of an exact answer."""
+        return not self.request.masks
+
+    @property
+    def tried(self) -> Tried:
+        """How a candidate has ended."""
+        guide, chosen = self.guide, self.num_completion_tokens
+        matches = guide is None or guide.accepts(self.refused)
+        distance = None if guide is None else guide.distance
+        return Tried(matches, chosen + (self.refused is not None), chosen - self.num_cut, distance)
 
     @property
     def is_only_scored(self) -> bool:

@@ -25,7 +25,7 @@ from service.observe.logs import configure_logging
 from service.process import become, spare_old_objects, trim_memory
 from service.shared import SharedState
 from service.sockets import IDLE_SECONDS, ConsumerLost, WorkerSide
-from service.wire import Abort, Delta, Refused, Step, Submit, consumer_of
+from service.wire import Abort, Copies, Delta, Refused, Step, Submit, consumer_of
 
 if TYPE_CHECKING:
     from service.catalog import Version
@@ -172,7 +172,7 @@ class EngineLoop(LitLoop):
         deltas = engine.step()
         seconds = time.monotonic() - receiving_until
         if is_saturated:
-            num_ended = sum(delta.ended_at is not None for delta in deltas) + engine.stats.num_candidates
+            num_ended = sum(delta.ended_at is not None for delta in deltas)
             hosted.drain.observe(began, num_ended, time.monotonic())
         if not is_saturated or not engine.has_work:
             hosted.drain.pause()
@@ -186,23 +186,14 @@ class EngineLoop(LitLoop):
         host.ran(hosted, seconds)
 
     def _handle(
-        self, lit_api: EngineAPI, sockets: WorkerSide, message: Submit | Abort | ConsumerLost, consumer_id: int
+        self, lit_api: EngineAPI, sockets: WorkerSide, message: Submit | Copies | Abort | ConsumerLost, consumer_id: int
     ) -> None:
         host = lit_api.host
         match message:
             case Submit():
-                if message.model not in host.models and host.is_behind:
-                    self._early.append((consumer_id, message))
-                    return
-                try:
-                    hosted = host.models[message.model]  # KeyError: replaced before this process started
-                    hosted.submit(message, lit_api.settings.max_queue_seconds)
-                except BusyError as error:
-                    seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(message))))
-                    sockets.send(Refused(message.id, str(error), seconds), consumer_id)
-                except Exception:  # only this request fails
-                    logger.exception("a sequence could not be queued", extra={"request_ids": [message.request_id]})
-                    sockets.send(Step.of([Delta(message.id, [], "error")]), consumer_id)
+                self._submit(lit_api, sockets, message, consumer_id)
+            case Copies():
+                all(self._submit(lit_api, sockets, submit, consumer_id) for submit in message.each())
             case Abort(id):
                 self._early = [it for it in self._early if it[1].id != id]
                 for hosted in host.models.values():
@@ -213,6 +204,24 @@ class EngineLoop(LitLoop):
                     for id in hosted.engine.ids:
                         if consumer_of(id) == consumer_id:
                             hosted.engine.abort(id)
+
+    def _submit(self, lit_api: EngineAPI, sockets: WorkerSide, submit: Submit, consumer_id: int) -> bool:
+        """Submit a sequence. Return False if it is refused."""
+        host = lit_api.host
+        if submit.model not in host.models and host.is_behind:
+            self._early.append((consumer_id, submit))
+            return True
+        try:
+            hosted = host.models[submit.model]  # KeyError: replaced before this process started
+            hosted.submit(submit, lit_api.settings.max_queue_seconds)
+        except BusyError as error:
+            seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(submit))))
+            sockets.send(Refused(submit.id, str(error), seconds), consumer_id)
+            return False
+        except Exception:  # only this request fails
+            logger.exception("a sequence could not be queued", extra={"request_ids": [submit.request_id]})
+            sockets.send(Step.of([Delta(submit.id, [], "error")]), consumer_id)
+        return True
 
     def _stop(self, *_: Any) -> None:
         """Handle SIGTERM: exit when no HTTP process is connected any more. The HTTP processes end first."""
@@ -242,10 +251,6 @@ def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -
         metrics.prefix_cache_hit_tokens.inc(stats.num_copied_tokens)
     if stats.num_dropped_tokens:
         metrics.dropped_tokens.inc(stats.num_dropped_tokens)
-    if stats.num_candidates:
-        metrics.exact_candidates.inc(stats.num_candidates)
-        metrics.exact_matches.inc(stats.num_matches)
-        metrics.exact_candidate_tokens.inc(stats.num_candidate_tokens)
     # An earlier or later version of the same model has the same series.
     schedulers = [other.engine.scheduler for other in host.models.values() if other.metrics is metrics]
     running = sum(scheduler.num_running for scheduler in schedulers)

@@ -15,6 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any, Self
@@ -34,10 +35,11 @@ from service.model.params import MAX_SEED
 from service.process import available_cpus
 from service.text.encoding import Encoder
 from service.text.errors import InvalidRequestError, invalid
+from service.text.exact import Ending, Exact
 from service.text.generation import Plan, answers, plan
 from service.text.limits import Limits
 from service.text.model import TextModel
-from service.text.pieces import Piece, Ran, exact_pieces, piece_of, too_few
+from service.text.pieces import Piece, Ran, piece_of
 from service.text.reading import AnyRequest, parse
 from service.text.requests import MAX_ID, MAX_TOKENS, GenerationRequest, NextRequest, ScoreRequest
 from service.text.scores import distribution_of, entropy_of, plan_next, plan_scores, ranks, scores_of
@@ -156,15 +158,11 @@ class Model:
         with _refusing():
             request = self._request(fields | {"prompt": prompt})
             encoder, planned = self._plan(request)
-            pieces, drawn = self._pieces(planned)
+            exact = None if planned.bounds is None else Exact(self._text, planned.submits, planned.bounds)
+            pieces = self._pieces(planned) if exact is None else sorted(self._exact(exact), key=attrgetter("number"))
         found = Answers(self._answer(piece) for piece in pieces)
         found.replaced_characters, found.dropped_characters = encoder.replaced, encoder.dropped
-        if request.exact:
-            found.exact = Acceptance(
-                sum(sequence.drawn.candidates for sequence in drawn),
-                sum(sequence.drawn.matches for sequence in drawn),
-                sum(sequence.drawn.characters for sequence in drawn),
-            )
+        found.exact = None if exact is None else Acceptance(*exact.cost)
         return found
 
     def stream(self, prompt: Any = "", **fields: Any) -> Iterator[str]:
@@ -199,7 +197,9 @@ class Model:
             _, planned = self._plan(request)
             if len(planned.submits) != 1:
                 raise invalid("prompt", f"a sample has one prompt, got {len(planned.submits)}; use generate")
-        return self._exact_sample(planned) if request.exact else self._sample(planned, count)
+        if planned.bounds is None:
+            return self._sample(planned, count)
+        return map(self._answer, self._exact(Exact(self._text, planned.submits, planned.bounds)))
 
     def _request(self, fields: dict[str, Any]) -> GenerationRequest:
         if fields.get("max_tokens") is None:
@@ -215,11 +215,10 @@ class Model:
         work = plan(self._text, request, limits, encoder, lambda: self._random.getrandbits(52))
         return encoder, self._done(work)
 
-    def _pieces(self, planned: Plan) -> tuple[list[Piece], list[Running]]:
-        """Return the answers of a plan, and the sequences of exact ones."""
+    def _pieces(self, planned: Plan) -> list[Piece]:
+        """Return the answers of a plan that are not exact."""
         if not planned.chooses:
-            sequences = self._run(planned.submits)
-            return self._texts(sequences, planned.echo), sequences
+            return self._texts(self._run(planned.submits), planned.echo)
         stages, result = answers(self._text, planned), None
         echo = None if planned.suffix else planned.echo
         try:
@@ -231,20 +230,52 @@ class Model:
                     result = Ran(self._texts(sequences, echo), [it.prompt_logprobs for it in sequences])
                     echo = None
         except StopIteration as end:
-            return end.value, []
+            return end.value
 
     def _stream(self, planned: Plan) -> Iterator[str]:
-        if planned.chooses:
-            pieces, _ = self._pieces(planned)
-            yield from (piece.text for piece in pieces)
+        if planned.bounds is not None:
+            pieces: Iterable[Piece] = self._exact(Exact(self._text, planned.submits, planned.bounds))
+        elif planned.chooses:
+            pieces = self._pieces(planned)
+        else:
+            echo = planned.echo[0] if planned.echo else ""
+            for part in self._parts(planned.submits, streams=True):
+                _check(part)
+                text, echo = echo + self._decode(part.ids), ""
+                if text:
+                    yield text
             return
-        echo, num_answers = planned.echo[0] if planned.echo else "", 0
-        for part in self._parts(planned.submits, streams=True):
-            num_answers += len(part.answers)
-            self._check(part, num_answers)
-            text, echo = echo + self._decode(part.ids), ""
-            if text:
-                yield text
+        yield from (piece.text for piece in pieces)
+
+    def _exact(self, exact: Exact) -> Iterator[Piece]:
+        """Yield exact answers as they are found. Those of a prompt come in order."""
+        call = Call(self._thread)
+
+        def refill(num_open: int) -> int:
+            started = exact.more(2 * self.slots - num_open)  # as many wait as run, so that no slot does
+            call.add(submit for *_, submit in started)
+            return num_open + len(started)
+
+        try:
+            num_open = refill(0)
+            for it in call.parts():
+                num_open -= 1
+                if exact.is_needed(it.number):
+                    _check(it)
+                    logprobs = None
+                    if it.submit.logprobs is not None:
+                        logprobs = it.prompt_logprobs
+                        logprobs.extend(it.logprobs)
+                    result = Ending(self._decode(it.ids), it.finish_reason, it.num_unseen, it.tried, logprobs)
+                    yield from exact.ended(it.number, result)
+                if needless := exact.take_needless():
+                    call.drop(needless)
+                if (failure := exact.failure) is not None:
+                    with _refusing():
+                        raise failure
+                num_open = refill(num_open)
+        finally:
+            call.close()
 
     def _sample(self, planned: Plan, count: int) -> Iterator[Answer]:
         (first,), number = planned.submits, 0
@@ -254,7 +285,7 @@ class Model:
         try:
             call.add(itertools.islice(submits, AHEAD * self.slots))
             for sequence in call.parts():
-                self._check(sequence, 0)
+                _check(sequence)
                 ended[sequence.number] = sequence
                 ready = []
                 while number in ended:
@@ -263,18 +294,9 @@ class Model:
                 if ready:
                     call.add(itertools.islice(submits, len(ready)))  # before the caller works on these
                     for it in ready:
-                        (piece,) = self._its_pieces(it, planned.echo[0] if planned.echo else "")
-                        yield self._answer(piece)
+                        yield self._answer(self._piece(it, planned.echo[0] if planned.echo else ""))
         finally:
             call.close()
-
-    def _exact_sample(self, planned: Plan) -> Iterator[Answer]:
-        number = 0
-        for part in self._parts(planned.submits, streams=True):
-            pieces = exact_pieces(number, part.submit, self._decode(part.ids), part.answers, part.logprobs)
-            number += len(pieces)
-            yield from map(self._answer, pieces)
-            self._check(part, number)
 
     # -- score --
 
@@ -363,34 +385,19 @@ class Model:
         """Run sequences to their ends. Of several that fail, the first gives the error."""
         sequences = sorted(self._parts(submits), key=lambda sequence: sequence.number)
         for sequence in sequences:
-            self._check(sequence, len(sequence.answers))
+            _check(sequence)
         return sequences
-
-    def _check(self, sequence: Running, num_answers: int) -> None:
-        """Raise the error of a sequence, if it has ended with one. num_answers: of a draw, those that have come."""
-        draw = sequence.submit.draw
-        if sequence.finish_reason == "error":
-            raise RuntimeError("inference failed on this request: the log says why")
-        if sequence.finish_reason is not None and draw is not None and num_answers < draw.answers:
-            error = too_few(draw, sequence.drawn)
-            raise RequestError(error.message, error.param, error.code)
 
     def _decode(self, ids: list[int]) -> str:
         return self._text.tokenizer.decode_array(np.array(ids, np.uint32))
 
     def _texts(self, sequences: list[Running], echo: list[str] | None) -> list[Piece]:
-        pieces = []
-        for sequence in sequences:
-            pieces += self._its_pieces(sequence, echo[sequence.number] if echo else "")
-        return pieces
+        return [self._piece(it, echo[it.number] if echo else "") for it in sequences]
 
-    def _its_pieces(self, sequence: Running, echo: str) -> list[Piece]:
-        """Return the text of a sequence, or the answers of a draw."""
-        text, submit, draw = self._decode(sequence.ids), sequence.submit, sequence.submit.draw
-        if draw is not None:
-            return exact_pieces(sequence.number * draw.answers, submit, text, sequence.answers, sequence.logprobs)
-        reason, its, of_prompt = sequence.finish_reason, sequence.logprobs, sequence.prompt_logprobs
-        return [piece_of(sequence.number, submit, text, reason, its, echo, of_prompt)]
+    def _piece(self, it: Running, echo: str) -> Piece:
+        """Return the text of a sequence."""
+        text = self._decode(it.ids)
+        return piece_of(it.number, it.submit, text, it.finish_reason, it.logprobs, echo, it.prompt_logprobs)
 
     def _answer(self, piece: Piece) -> Answer:
         if piece.logprobs is None:
@@ -402,6 +409,11 @@ class Model:
             values.append(value)
             tops.append({names[id]: other for id, other in top} | {own: value})
         return Answer(piece.number, piece.text, piece.finish_reason, piece.seed, values, tops)
+
+
+def _check(sequence: Running) -> None:
+    if sequence.finish_reason == "error":
+        raise RuntimeError("inference failed on this request: the log says why")
 
 
 def _with_seed(submit: Submit, seed: int) -> Submit:

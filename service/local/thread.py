@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from queue import Empty, SimpleQueue
 
 from service.engine.engine import Engine
-from service.wire import Answer, Delta, Drawn, FinishReason, Logprobs, Submit
+from service.wire import Delta, FinishReason, Logprobs, Submit, Tried
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class Running:
         self.number, self.submit = number, submit
         self.ids: list[int] = []
         self.logprobs, self.prompt_logprobs = Logprobs(), Logprobs()
-        self.answers: list[Answer] = []  # of a draw
-        self.drawn = Drawn()
+        self.num_unseen = 0
+        self.tried: Tried | None = None
         self.finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> None:
@@ -41,10 +41,7 @@ class Running:
             self.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs.extend(delta.prompt_logprobs)
-        if delta.answers:
-            self.answers += delta.answers
-        self.drawn = delta.drawn or self.drawn
-        self.finish_reason = delta.finish_reason
+        self.num_unseen, self.tried, self.finish_reason = delta.num_unseen, delta.tried, delta.finish_reason
 
 
 class Call:
@@ -80,6 +77,10 @@ class Call:
             self._num_left -= sequence.finish_reason is not None
             yield sequence
 
+    def drop(self, numbers: Iterable[int]) -> None:
+        """End sequences with the finish reason abort. Raises ModelClosedError."""
+        self._thread.send(self, frozenset(numbers))
+
     def close(self) -> None:
         """End the sequences that still run. It may be called anywhere, also by a finalizer."""
         self._thread.leave(self)
@@ -96,14 +97,15 @@ class EngineThread:
         self._process = os.getpid()
         self._ids = itertools.count()
         self._calls: dict[int, Call] = {}  # of each sequence in the engine
-        self._inbox: SimpleQueue[tuple[Call, list[Running] | None] | None] = SimpleQueue()
+        # Sequences to run, numbers of sequences to end, or None to end all of the call; None: the end of the thread.
+        self._inbox: SimpleQueue[tuple[Call, list[Running] | frozenset[int] | None] | None] = SimpleQueue()
         self._has_ended = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="chargpt-engine", daemon=True)
         self._thread.start()
 
-    def send(self, call: Call, sequences: list[Running]) -> None:
-        """Run sequences. Raises ModelClosedError."""
+    def send(self, call: Call, sequences: list[Running] | frozenset[int]) -> None:
+        """Run sequences, or end those with these numbers. Raises ModelClosedError."""
         if os.getpid() != self._process:
             raise ModelClosedError(
                 f"the model was loaded in process {self._process}, and its engine does not run in this fork of it: "
@@ -154,6 +156,8 @@ class EngineThread:
             call, sequences = message
             if sequences is None:
                 self._abort(call)
+            elif isinstance(sequences, frozenset):
+                self._drop(call, sequences)
             else:
                 call.pending.extend(sequences)
                 self._fill(call)
@@ -177,6 +181,18 @@ class EngineThread:
             del self._calls[id]
             self._engine.abort(id)
         call.open.clear()
+
+    def _drop(self, call: Call, numbers: frozenset[int]) -> None:
+        dropped = [sequence for sequence in call.pending if sequence.number in numbers]
+        call.pending = deque(sequence for sequence in call.pending if sequence.number not in numbers)
+        for id in [id for id, sequence in call.open.items() if sequence.number in numbers]:
+            dropped.append(call.open.pop(id))
+            del self._calls[id]
+            self._engine.abort(id)
+        for sequence in dropped:
+            sequence.finish_reason = "abort"
+            call.results.put(sequence)
+        self._fill(call)
 
     def _deliver(self, delta: Delta) -> None:
         call = self._calls.get(delta.id)

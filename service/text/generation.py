@@ -15,12 +15,13 @@ from service.text.candidates import best_of, infill
 from service.text.conditions import Conditions
 from service.text.encoding import MAX_SHORT, Encoder, begun, check_ids
 from service.text.errors import invalid
+from service.text.exact import Bounds
 from service.text.limits import Limits
 from service.text.model import TextModel
 from service.text.pieces import Piece, Stages
 from service.text.requests import GenerationRequest, Prompt
 from service.text.work import Work
-from service.wire import Draw, Submit
+from service.wire import Submit
 from service.words import shortened
 
 SUFFIX_CANDIDATES = 8  # candidates per prompt, unless the request or a limit says otherwise
@@ -37,6 +38,7 @@ class Plan(NamedTuple):
     echo: list[str] | None  # the prompt of each sequence, if the answer begins with it
     num_prompt_characters: int
     reports_logprobs: bool
+    bounds: Bounds | None  # of exact answers; the sequences are then those of `Exact`
 
     @property
     def chooses(self) -> bool:
@@ -84,8 +86,9 @@ def plan(
     if conditions.are_given:
         yield from conditions.constrain(shared)
     num_prompt_characters = sum(map(len, ids))
+    bounds = None
     if request.exact:
-        shared.draw, candidates = _draw(request, limits, max_tokens, ids, allowance), 1
+        bounds, candidates = _bounds(request, limits, max_tokens, ids, allowance), 1
     submits = _submits(model, request, shared, ids, seeds, candidates)
     yield from conditions.begin_records(submits)
     echo = None
@@ -94,9 +97,8 @@ def plan(
         for prompt in ids:
             echo += [(yield from encoder.decode(prompt))] * candidates
     return Plan(
-        request.n, seeds, submits, 1 if request.exact else candidates, suffix, echo, num_prompt_characters,
-        request.logprobs is not None,
-    )  # fmt: skip
+        request.n, seeds, submits, candidates, suffix, echo, num_prompt_characters, request.logprobs is not None, bounds
+    )
 
 
 def answers(model: TextModel, plan: Plan) -> Stages[list[Piece]]:
@@ -138,9 +140,9 @@ def _check_lengths(request: GenerationRequest, limits: Limits, model: TextModel)
     return max_tokens
 
 
-def _draw(
+def _bounds(
     request: GenerationRequest, limits: Limits, max_tokens: int, prompts: list[list[int]], allowance: int | None
-) -> Draw:
+) -> Bounds:
     """Return the limits of the exact answers of a prompt."""
     bounds = []
     for name in ("max_candidates", "max_candidate_characters"):
@@ -151,7 +153,7 @@ def _draw(
     if allowance is not None:
         num_prompt = sum(len(prompt) + 1 for prompt in prompts)  # including what precedes a record
         bounds[1] = max(max_tokens, min(bounds[1], (allowance - num_prompt) // len(prompts)))
-    return Draw(request.n, *bounds)
+    return Bounds(request.n, *bounds)
 
 
 def _shared(model: TextModel, request: GenerationRequest, max_tokens: int, seed: int, candidates: int) -> Submit:

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from service.text.errors import InvalidRequestError
-from service.wire import Answer as ExactAnswer
-from service.wire import Draw, Drawn, Logprobs, Submit
-from service.words import plural
+from service.wire import Logprobs, Submit
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -45,36 +42,6 @@ def piece_of(
             # The first character, unless a hidden one precedes it.
             logprobs, num_unscored = of_prompt, len(echo) - len(submit.prompt) + 1
     return Piece(number, submit.sampling.seed, text, finish_reason, logprobs, num_unscored)
-
-
-def exact_pieces(
-    first: int, submit: Submit, text: str, answers: list[ExactAnswer], logprobs: Logprobs | None
-) -> list[Piece]:
-    """Return the exact answers that make up a text, each a piece. first: the number of the first one."""
-    pieces, start = [], 0
-    for number, answer in enumerate(answers, first):
-        end = start + answer.length
-        its = None if submit.logprobs is None else (logprobs or Logprobs()).take(answer.length)
-        pieces.append(Piece(number, answer.seed, text[start:end], answer.finish_reason, its, is_exact=True))
-        start = end
-    return pieces
-
-
-def tried(drawn: Drawn) -> str:
-    return f"{drawn.matches} of {plural(drawn.candidates, 'candidate')} matched"
-
-
-def too_few(draw: Draw, drawn: Drawn) -> InvalidRequestError:
-    """Return the error of a draw that reached a limit before it had all answers."""
-    rest = "the others" if drawn.matches else "them"
-    near = f"the longest of {rest} kept to the condition for {plural(drawn.longest, 'character')}"
-    if drawn.nearest:
-        near = f"the nearest of {rest} lacked {plural(drawn.nearest, 'character')} of a match, {near}"
-    message = (
-        f"{tried(drawn)} ({plural(drawn.characters, 'character')}), {draw.answers} must: {near}; loosen the "
-        "condition or raise max_candidates or max_candidate_characters"
-    )
-    return InvalidRequestError(message, "exact", "too_few_matches")
 
 
 class Ran(NamedTuple):

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from service.catalog import Version
+from service.constrain.regex import compile_regex
 from service.http.connection.errors import ApiError
 from service.http.models.model import Model
 from service.http.models.patterns import PatternThread
@@ -21,7 +23,8 @@ from service.model.tokenizer import CharTokenizer
 from service.observe.metrics import Metrics
 from service.shared import REASONS, SharedState
 from service.sockets import ConsumerLost, WorkerSide
-from service.wire import Answer, Delta, Draw, Drawn, Refused, Step, Submit
+from service.text.exact import Bounds, Exact, candidate_seed
+from service.wire import Abort, Copies, Delta, Refused, Step, Submit, Tried
 from tests.helpers import logprobs_of
 from tests.toolbox.http import PATIENCE
 
@@ -122,28 +125,92 @@ async def test_a_prompt_that_may_have_run_counts_where_its_client_leaves(peer):
     assert request.num_run_characters == 3 + 2 + 1  # the second one's prompt, and its character
 
 
+def exact_answers(prompts=1, answers=2, limits=(10, 50), **options):
+    """Candidates of two characters."""
+    model = SimpleNamespace(tokenizer=CharTokenizer("ab"), record_end_character=None)
+    constraint = compile_regex("[ab]{2}", "ab").pack()
+    submits = [submit([0], 2, SamplingParams(seed=i), constraint=constraint, **options) for i in range(prompts)]
+    return Exact(model, submits, Bounds(answers, *limits))
+
+
+def start_exact(peer, exact, **options):
+    return peer.client.start(peer.model, exact.templates, time.monotonic(), exact=exact, window=4, **options)
+
+
+BEGUN = {"scheduled_at": 1.0, "prefilled_at": 2.0}
+
+
+def match(id, **options):
+    return Delta(id, [0, 1], "stop", **BEGUN, ended_at=3.0, tried=Tried(True, 2, 2, 0), num_unseen=1, **options)
+
+
+def mismatch(id):
+    return Delta(id, [], "stop", **BEGUN, ended_at=3.0, tried=Tried(False, 1, 0, 2), num_unseen=2)
+
+
+async def received(peer, count):
+    """The ids of that many candidates, in order."""
+
+    def ids():
+        messages = [it for it in peer.received if isinstance(it, Submit | Copies)]
+        return [submit.id for it in messages for submit in (it.each() if isinstance(it, Copies) else [it])]
+
+    await peer.until(lambda: len(ids()) >= count)
+    assert len(ids()) == count
+    return ids()
+
+
+async def test_candidates_are_sent_until_there_are_all_answers(peer):
+    exact = exact_answers()
+    generation = start_exact(peer, exact)
+    first, second = await received(peer, 2)
+    assert [it.sampling.seed for it in peer.received[0].each()] == [0, candidate_seed(0, 1)]
+    assert not peer.received[0].submit.must_run and not peer.received[0].submit.masks
+    peer.send(mismatch(second), match(first))
+    _, _, third, fourth = await received(peer, 4)  # in one message, as one of two matched
+    assert len(peer.received) == 2 and peer.received[1].submit.must_run
+    peer.send(match(third))
+    whole = asyncio.create_task(generation.whole())
+    await peer.until(lambda: Abort(fourth) in peer.received)  # it is needless
+    assert not whole.done()
+    peer.send(Delta(fourth, [], "abort", num_unseen=7))
+    await peer.until(whole.done)
+    assert [(it.number, it.text, it.seed) for it in whole.result()] == [
+        (0, "ab", 0), (1, "ab", candidate_seed(0, 2)),
+    ]  # fmt: skip
+    assert exact.cost == (3, 2, 5) and generation.num_run_characters == 3 + 2 + 3 + 7
+    assert peer.counts() == {"submitted": 1, "begun": 1, "stop": 1}
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
-async def test_a_draw_that_is_aborted_counts_what_its_worker_reports(peer, is_lost):
-    """The worker ends it, and until then all that it may have run counts."""
-    draws = [submit([0], draw=Draw(2, 10, 50)) for _ in range(2)]
-    generation = peer.client.start(peer.model, draws, time.monotonic())
-    await peer.until(lambda: len(peer.received) == 2)
-    first, second = [it.id for it in peer.received]
-    answer = Delta(second, [1, 1], scheduled_at=1.0, prefilled_at=2.0, answers=[Answer(2, 0, "stop")], drawn=Drawn(3))
-    peer.send(Delta(first, [], "stop", drawn=Drawn(10)), answer)  # the first has too few matches
+async def test_candidates_that_are_aborted_count_what_their_worker_reports(peer, is_lost):
+    generation = start_exact(peer, exact_answers(prompts=2, answers=1, limits=(1, 50)))
+    first, second = await received(peer, 2)
+    peer.send(mismatch(first))
     failing = asyncio.create_task(generation.whole())
-    await peer.until(lambda: len(peer.received) == 3)
-    assert (peer.received[2].id, generation.sequences[1].num_unseen, failing.done()) == (second, 48, False)
+    await peer.until(lambda: Abort(second) in peer.received)
+    assert not failing.done()
     if is_lost:
         with peer.no_worker():
             await peer.until(failing.done)
     else:
-        peer.send(Delta(second, [], "abort", num_unseen=17))
+        peer.send(Delta(second, [], "abort", num_unseen=5))
         await peer.until(failing.done)
-    with pytest.raises(ApiError, match="0 of 10 candidates matched"):
+    with pytest.raises(ApiError, match="prompt 0: 0 of 1 candidate matched"):
         failing.result()
-    assert [it.num_unseen for it in generation.sequences] == [0, 48 if is_lost else 17]
-    assert peer.counts() == {"submitted": 2, "begun": 2, "stop": 1, "abort": 1} and not peer.client._open
+    assert generation.num_run_characters == 2 + (0 if is_lost else 5)
+    await peer.until(lambda: peer.counts() == {"submitted": 2, "begun": 2, "stop": 1, "abort": 1})
+
+
+async def test_candidates_are_refused_together(peer):
+    generation = start_exact(peer, exact_answers(prompts=2))
+    ids = await received(peer, 4)
+    peer.worker.send(Refused(ids[0], "full", 1), 0)
+    with pytest.raises(ApiError, match="full"):
+        failing = asyncio.create_task(generation.whole())
+        await peer.until(failing.done)
+        failing.result()
+    assert peer.counts() == {"submitted": 2, "refused": 2} and not peer.client._running
 
 
 @pytest.mark.parametrize("counts", [[4], [1], [4, 2, 1], [1, 1]])
@@ -285,11 +352,8 @@ async def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused
     assert peer.counts() == {"submitted": 4, "refused": 3, "begun": 1, "length": 1}
 
 
-async def test_a_draw_that_lost_its_worker_gives_each_answer_once(peer):
-    draw = submit([0], draw=Draw(3, 9, 99), logprobs=0)
-    generation = peer.client.start(peer.model, [submit([1]), draw], time.monotonic(), interval=0.0)
-    await peer.until(lambda: len(peer.received) == 2)
-    first, id = (it.id for it in peer.received)
+async def test_candidates_that_lost_their_worker_run_again(peer):
+    generation = start_exact(peer, exact_answers(logprobs=0), interval=0.0)
     found = []
 
     async def read():
@@ -297,26 +361,18 @@ async def test_a_draw_that_lost_its_worker_gives_each_answer_once(peer):
             found.extend(pieces)
 
     task = asyncio.create_task(read())
-    answers = [Answer(2, 7, "stop"), Answer(0, 8, "length"), Answer(1, 9, "stop")]
-    begun = {"scheduled_at": 1.0, "prefilled_at": 2.0}
-    peer.send(Delta(first, [], "stop", **begun, ended_at=3.0))
-    peer.send(Delta(id, [0, 1], **begun, answers=answers[:1], drawn=Drawn(2, 1, 5), logprobs=logprobs_of([-0.5, -1.5])))
-    await peer.until(lambda: any(it.text for it in found))
+    first, second = await received(peer, 2)
+    peer.send(match(first, logprobs=logprobs_of([-0.5, -1.5])))
+    await peer.until(lambda: len(found) == 1)
     await peer.lose_worker()
-    await peer.until(lambda: len(peer.received) == 3)
-    assert peer.received[2].draw == draw.draw
-    columns = logprobs_of([-0.5, -1.5, -2.5])
-    whole = Delta(
-        id, [0, 1, 0], "stop", **begun, ended_at=3.0, answers=answers, drawn=Drawn(9, 3, 40), logprobs=columns
-    )
-    peer.send(whole)
-    await task
-    pieces = [it for it in found if it.is_exact]
-    assert [(it.number, it.text, it.seed, it.finish_reason) for it in pieces] == [
-        (3, "ab", 7, "stop"), (4, "", 8, "length"), (5, "a", 9, "stop"),
+    await received(peer, 3)
+    assert peer.received[1].id == second and peer.received[1].sampling.seed == candidate_seed(0, 1)
+    peer.send(match(second, logprobs=logprobs_of([-2.5, -3.5])))
+    await peer.until(task.done)
+    assert [(it.number, it.text, it.seed, it.finish_reason, it.is_exact) for it in found] == [
+        (0, "ab", 0, "stop", True), (1, "ab", candidate_seed(0, 1), "stop", True),
     ]  # fmt: skip
-    assert [[value for value, _ in it.logprobs.rows()] for it in pieces] == [[-0.5, -1.5], [], [-2.5]]
-    assert generation.sequences[1].drawn == Drawn(9, 3, 40)
+    assert [[value for value, _ in it.logprobs.rows()] for it in found] == [[-0.5, -1.5], [-2.5, -3.5]]
 
 
 async def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(peer, monkeypatch):

@@ -10,13 +10,13 @@ from collections import Counter
 import pytest
 import torch
 
-from service.http.limits.memory import SEQUENCE_BYTES, estimate
+from service.http.limits.memory import RUNNING_BYTES, SENT_BYTES, SEQUENCE_BYTES, estimate
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
-from service.wire import Draw, Submit
-from tests.engine.test_draw import CHARACTERS, chances, p_value, record, regex
+from service.wire import Submit
 from tests.helpers import lasting, random_model, serving, wait_until, web
 from tests.http.programs import TIMELESS
+from tests.text.test_exact import CHARACTERS, chances, p_value, record, regex
 from tests.toolbox.http import pieces, sent
 from tests.toolbox.http import post as http_post
 from training.saving import save_checkpoint
@@ -151,6 +151,24 @@ def test_too_few_matches_are_an_error(server):
     assert "6 must" in error["message"]
 
 
+def test_of_several_prompts_the_first_in_order_that_fails_gives_the_error(server):
+    """Not the one that fails first: the last one, at its first candidate."""
+    prompts = {"prompt": ["a", "b", "b" * 300 + "a", ""], "regex": "[ab]*aaaa[ab]*", "max_tokens": 5}
+    body = BB | prompts | {"seed": [1, 2, 3, 4], "max_candidates": 4, "n": 3}
+    for stream in (False, True):
+        messages = {refused(server, "records", stream=stream, **body)["message"] for _ in range(10)}
+        assert len(messages) == 1 and messages.pop().startswith("prompt 0: ")
+
+
+def test_a_beginning_that_all_matches_share_is_set(ask):
+    """Also where the answer ends with it: "abbab" is a match, and what may follow is too long."""
+    body = {"prompt": "ab", "regex": "abbab(a)?", "exact": True, "n": 3, "seed": 1}
+    for max_tokens in (5, 6):
+        answer = ask("texts", max_tokens=max_tokens, **body)
+        assert {it["text"][:5] for it in answer["choices"]} == {"abbab"}
+        assert answer["chargpt"]["exact"]["candidates"] == 3
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -239,6 +257,8 @@ def test_a_client_that_leaves_pays_for_the_candidates_that_ran(places, tmp_path)
 
 def test_memory_is_estimated_for_all_answers():
     one = Submit(1, [1], 100, SamplingParams())
-    all_answers = Submit(1, [1], 100, SamplingParams(), draw=Draw(50, 10, 10))
-    assert estimate([all_answers], 64, 50).max_tokens == estimate([one] * 50, 64, 50).max_tokens
-    assert estimate([all_answers], 64, 50).prompt == estimate([one], 64, 50).prompt + 50 * SEQUENCE_BYTES
+    exact = estimate([one], 64, 50, answers=50, window=1)
+    assert exact.max_tokens == estimate([one] * 50, 64, 50).max_tokens
+    assert exact.prompt == estimate([one], 64, 50).prompt + 50 * SEQUENCE_BYTES
+    beside = SEQUENCE_BYTES + RUNNING_BYTES + SENT_BYTES  # of each candidate
+    assert estimate([one], 64, 50, answers=50, window=11).prompt == exact.prompt + 10 * beside

@@ -365,9 +365,7 @@ def test_a_flood_beyond_the_limit_of_open_files_passes(checkpoint):
     with limited(256, checkpoint, *flags) as server, contextlib.ExitStack() as stack:
         server.wait_until_ready()
         wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 200)
-        assert (
-            "at most 64 per HTTP process instead of 10000, because the limit of open files is 256" in server.output()
-        )
+        assert "at most 64 per HTTP process instead of 10000, because the limit of open files is 256" in server.output()
         flood = [stack.enter_context(connect(server.port, data=GET)) for _ in range(1000)]
         wait_until(lambda: status_of(server.port, "127.0.0.1")[0] == 200, otherwise="a probe was not answered")
         main = psutil.Process(server.process.pid)

@@ -56,12 +56,14 @@ def estimate(
     *,
     echo: bool = False,
     window: int | None = None,
+    answers: int | None = None,
     num_rankings: int = 0,
     beside: int = 0,
 ) -> Estimate:
     """Estimate the memory of a request with these sequences, from the bytes above.
 
     window: number of sequences that run at once.
+    answers: exact answers of each sequence's prompt; `window` candidates run at once.
     num_rankings: candidates for an infill. Each is cut in MAX_CUTS ways and scored whole, with the suffix in its
     receptive field.
     beside: bytes that the request holds besides its sequences.
@@ -69,9 +71,14 @@ def estimate(
     wide = WIDE_ID_BYTES if vocab_size > 257 else 0
     beside += SEQUENCE_BYTES * len(submits) + RUNNING_BYTES * len(submits[:window])
     beside += _beside(submits[0], SENT_BYTES + wide) if submits else 0
-    beside += sum(SEQUENCE_BYTES * it.draw.answers for it in submits if it.draw is not None)
+    if answers is None:
+        answers = 1
+    else:
+        longest = min(receptive_field, max([len(submit.prompt) for submit in submits]))
+        candidate = SEQUENCE_BYTES + RUNNING_BYTES + (SENT_BYTES + wide) * longest
+        beside += SEQUENCE_BYTES * answers * len(submits) + candidate * max(0, (window or 0) - len(submits))
     if len(submits) == 1 and submits[0].logprobs is None and not (echo or num_rankings):  # most requests
-        length, max_tokens = len(submits[0].prompt), _num_tokens(submits[0])
+        length, max_tokens = len(submits[0].prompt), answers * submits[0].max_tokens
         prompt = PROMPT_BYTES * length + (SENT_BYTES + wide) * min(length, receptive_field)
         return Estimate(prompt + beside, (COMPLETION_BYTES + wide) * max_tokens, 0)
     sent: list[int] = []
@@ -83,11 +90,11 @@ def estimate(
         first_needed = length if submit.score_from is None else submit.score_from
         sent.append(length - max(0, first_needed - receptive_field))
         echoed += length if echo else 0
-        completion += _num_tokens(submit)
+        completion += answers * submit.max_tokens
         max_tokens = max(max_tokens, submit.max_tokens)
         if submit.logprobs is not None:
             alternatives = len(submit.logprob_ids) or min(submit.logprobs, vocab_size)
-            reported = _num_tokens(submit) + (0 if submit.score_from is None else length - submit.score_from)
+            reported = answers * submit.max_tokens + (0 if submit.score_from is None else length - submit.score_from)
             logprobs += reported * (1 + alternatives)
     running = sum(sorted(sent)[-window:] if window else sent)
     prompt = PROMPT_BYTES * sum(prompts.values()) + (SENT_BYTES + wide) * running + ECHO_BYTES * echoed + beside
@@ -97,11 +104,6 @@ def estimate(
         ranking += SEQUENCE_BYTES + RUNNING_BYTES
         prompt += (1 + MAX_CUTS) * num_rankings * ranking
     return Estimate(prompt, (COMPLETION_BYTES + wide) * completion, LOGPROB_BYTES * logprobs)
-
-
-def _num_tokens(submit: Submit) -> int:
-    """Return the maximum characters of its answers."""
-    return submit.max_tokens * (1 if submit.draw is None else submit.draw.answers)
 
 
 def _beside(submit: Submit, id_bytes: int) -> int:

@@ -38,6 +38,7 @@ from service.http.schema.answers import (
 )
 from service.http.schema.requests import StreamedRequest
 from service.text.encoding import Encoder
+from service.text.exact import Exact
 from service.text.pieces import Piece
 from service.wire import floats
 
@@ -76,20 +77,19 @@ class Form:
         encoder: Encoder,
         seeds: list[int],
         body: StreamedRequest,
+        exact: Exact | None,
     ):
         self._service, self.request, self._model, self.model = service, request, model, model.name
         self.continuous_usage = body.stream_options.continuous_usage_stats
         self._characters = encoder.tokenizer.characters
-        self._encoder, self._seeds, self._body = encoder, seeds, body
+        self._encoder, self._seeds, self._body, self._exact = encoder, seeds, body, exact
         self._offsets: dict[int, int] = {}  # characters written of each choice, if log-probabilities are reported
 
     @property
     def receipt(self) -> Receipt:
         receipt = self._service.receipt(self._model, self._encoder, self.request.generations[0].timing, self._seeds)
-        if self._body.exact:
-            every = [it.drawn for it in self.request.generations[0].sequences if it.drawn is not None]
-            candidates, matches = sum(it.candidates for it in every), sum(it.matches for it in every)
-            characters = sum(it.characters for it in every)
+        if self._exact is not None:
+            candidates, matches, characters = self._exact.cost
             receipt["exact"] = {
                 "candidates": candidates,
                 "matches": matches,

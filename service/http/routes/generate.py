@@ -10,6 +10,7 @@ from service.http.routes.service import Service
 from service.http.routes.stream import Pieces, write_stream, write_whole
 from service.http.schema.requests import CompletionRequest, GenerateRequest, StreamedRequest
 from service.text.encoding import Encoder
+from service.text.exact import Exact
 from service.text.generation import answers, plan
 
 
@@ -29,18 +30,21 @@ async def _answer(service: Service, request: Request, kind: type[StreamedRequest
     encoder, hold = Encoder(limits, model, body), functools.partial(service.hold, request, body)
     planned = await service.run(request, plan(model, body, limits, encoder, service.make_seed, hold, allowance))
     num_rankings = len(planned.submits) if planned.suffix else 0
-    service.admit(request, planned.submits, echo=body.echo, num_rankings=num_rankings)
+    service.admit(request, planned.submits, planned.bounds, echo=body.echo, num_rankings=num_rankings)
     request.num_prompt_tokens = planned.num_prompt_characters
     model.count_unknown(encoder)
 
-    form = form_class(service, request, model, encoder, planned.seeds, body)
+    exact = None if planned.bounds is None else Exact(model, planned.submits, planned.bounds)
+    form = form_class(service, request, model, encoder, planned.seeds, body, exact)
     pieces: Pieces
     if planned.chooses:
         pieces = service.answer(request, answers(model, planned), None if planned.suffix else planned.echo)
     else:
         default = service.settings.stream_interval_seconds
         interval = default if body.stream_interval is None else body.stream_interval
-        pieces = service.start(request, planned.submits, echo=planned.echo, interval=interval if body.stream else None)
+        pieces = service.start(
+            request, planned.submits, echo=planned.echo, exact=exact, interval=interval if body.stream else None
+        )
     if body.stream:
         await write_stream(request, pieces, form, service.settings.keep_alive_seconds)
     else:

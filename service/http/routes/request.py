@@ -123,11 +123,7 @@ class Request:
     @property
     def num_run_characters(self) -> int:
         """Characters of the prompts and completions of all sequences, including those that the client did not get."""
-        return sum(
-            (0 if it.queue_seconds is None else len(it.submit.prompt)) + it.num_completion_tokens + it.num_unseen
-            for generation in self.generations
-            for it in generation.sequences
-        )
+        return sum(generation.num_run_characters for generation in self.generations)
 
     @property
     def endings(self) -> dict[str, int]:

@@ -31,6 +31,7 @@ from service.settings import Settings
 from service.shared import SharedState
 from service.text.encoding import Encoder
 from service.text.errors import invalid
+from service.text.exact import Bounds
 from service.text.limits import Limits
 from service.text.pieces import Piece, Ran, Stages
 from service.text.work import Result, Work
@@ -80,6 +81,11 @@ class Service:
             lambda: self.listing.rows,
             engine={"backend": backend, "dtype": dtype}, state=state, hang_seconds=settings.hang_seconds,
         )  # fmt: skip
+
+    @property
+    def exact_window(self) -> int:
+        """Candidates of a request that run at once. As many again wait, so that no slot does."""
+        return 2 * self.slots
 
     @property
     def is_ready(self) -> bool:
@@ -229,18 +235,22 @@ class Service:
         is_own = own is not None and own <= self.settings.request_timeout_seconds
         return "its timeout_seconds" if is_own else "the server's --request-timeout-seconds"
 
-    def admit(self, request: Request, submits: list[Submit], **options: Any) -> None:
+    def admit(self, request: Request, submits: list[Submit], bounds: Bounds | None = None, **options: Any) -> None:
         """Reserve everything that a request of these sequences may need. `options` are those of `estimate`.
+
+        bounds: of exact answers.
 
         Raises ApiError: 400, it exceeds the limit of a request; otherwise as Lease.take.
         """
         lease = request.lease
         assert lease.model is not None
+        if bounds is not None:
+            options |= {"answers": bounds.answers, "window": self.exact_window}
         needed = estimate(submits, lease.model.receptive_field, lease.model.vocab_size, **options)
         total, limit = sum(needed), self.settings.max_request_bytes
         if total > limit:
             raise too_much(needed, len(submits), limit)
-        lease.take(total, _num_characters(submits) if self.limits.has_any else 0, len(submits))
+        lease.take(total, _num_characters(submits, bounds) if self.limits.has_any else 0, len(submits))
 
     def start(self, request: Request, submits: list[Submit], **options: Any) -> Generation:
         """Run sequences of an admitted request. `options` are those of EngineClient.start.
@@ -253,6 +263,8 @@ class Service:
         weight, seconds = self.limits.of(client).weight, self.timeout(request.timeout_seconds)
         # Without keys all callers are trusted alike, and an address is no identity. A client's name has no space.
         group = "" if self.settings.api_keys_file is None else client
+        if options.get("exact") is not None:
+            options["window"] = self.exact_window
         for submit in submits:
             submit.request_id, submit.client, submit.weight, submit.reuse_group = request.id, client, weight, group
             submit.priority, submit.timeout_seconds = submit.priority + 2 * request.priority, seconds
@@ -266,6 +278,6 @@ class Service:
         return generation
 
 
-def _num_characters(submits: list[Submit]) -> int:
+def _num_characters(submits: list[Submit], bounds: Bounds | None = None) -> int:
     """Return the characters that count in the client's limit."""
-    return sum([len(it.prompt) + (it.max_tokens if it.draw is None else it.draw.max_characters) for it in submits])
+    return sum([len(it.prompt) + (it.max_tokens if bounds is None else bounds.max_characters) for it in submits])

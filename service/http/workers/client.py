@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,13 @@ import numpy as np
 
 from service.http.connection.errors import ApiError
 from service.http.models.model import Model
+from service.http.workers.exact import ExactGeneration
 from service.http.workers.sequences import HOMELESS, TICK_SECONDS, Generation, SequenceState
 from service.observe.metrics import Metrics
 from service.shared import SharedState
 from service.sockets import HttpSide, WorkerEvent, WorkerFound, WorkerLost
-from service.wire import Abort, Delta, FinishReason, Refused, Step, Submit, sequence_id
+from service.text.exact import Exact
+from service.wire import Abort, Copies, Delta, FinishReason, Refused, Step, Submit, sequence_id
 from service.words import plural
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class EngineClient:
         self._tick_at = math.inf
         self._due: dict[Generation, None] = {}  # may continue when all arrived deltas are taken in
         self._is_receiving = False
+        self._hungry: dict[Generation, None] = {}  # may run more sequences then
 
     @property
     def is_ready(self) -> bool:
@@ -122,11 +125,13 @@ class EngineClient:
         echo: list[str] | None = None,
         interval: float | None = None,
         window: int | None = None,
+        exact: Exact | None = None,
         is_accepted: bool = False,
     ) -> Generation:
         """Run sequences, at most `window` of them at once. Sets their ids.
 
         echo: the text of each prompt, if the answer begins with it.
+        exact: runs the candidates of these exact answers; `submits` are its templates.
         is_accepted: the request has run other sequences before.
 
         Raises ApiError: 503, no worker is connected.
@@ -139,8 +144,11 @@ class EngineClient:
         self.count(model, "submitted", len(submits))
         for submit in submits:
             submit.model = model.id
+        if exact is not None:
+            candidates = ExactGeneration(self, model, exact, window or self._capacity, arrived_at, interval)
+            candidates.refill(is_accepted)
+            return candidates
         generation = Generation(self, model, submits, arrived_at, echo, interval)
-        self._open[generation] = generation.deadline + LATE_SECONDS
         for _ in submits[:window]:
             self._submit_next(generation, is_accepted)
         return generation
@@ -151,36 +159,57 @@ class EngineClient:
         return is_lost and len(self._running) + count <= self._capacity
 
     def _submit_next(self, generation: Generation, must_run: bool) -> None:
-        sequence = generation.pending.popleft()
-        sequence.submit.must_run = must_run
-        sequence.submit.id = sequence_id(self.consumer_id, next(self._numbers))
-        self._running[sequence.submit.id] = (generation, sequence)
-        generation.open.add(sequence.submit.id)
-        self._send(generation, sequence)
+        self.run(generation, [generation.pending.popleft()], must_run)
 
-    def _send(self, generation: Generation, sequence: SequenceState) -> None:
-        """Send a sequence to a worker, or keep it until one is connected."""
+    def run(self, generation: Generation, sequences: Sequence[SequenceState], must_run: bool) -> None:
+        """Run sequences of a generation. Those of one prompt one after the other differ in id and seed alone."""
+        self._open[generation] = generation.deadline + LATE_SECONDS
+        for sequence in sequences:
+            sequence.submit.must_run = must_run
+            sequence.submit.id = sequence_id(self.consumer_id, next(self._numbers))
+            self._running[sequence.submit.id] = (generation, sequence)
+            generation.open.add(sequence.submit.id)
+        for _, some in itertools.groupby(sequences, key=lambda sequence: id(sequence.submit.prompt)):
+            self._send(generation, list(some))
+
+    def drop(self, sequences: Iterable[SequenceState]) -> None:
+        """End sequences that are not needed. Each stays open until its worker reports the characters that ran."""
+        for sequence in sequences:
+            sequence.is_leaving = True
+            if sequence.worker != HOMELESS:
+                self._sockets.send(Abort(sequence.submit.id), sequence.worker)
+
+    def refill(self, generation: Generation) -> None:
+        """Let it run more sequences when all deltas that arrived are taken in."""
+        self._hungry[generation] = None
+
+    def _send(self, generation: Generation, sequences: list[SequenceState]) -> None:
+        """Send sequences of one prompt to a worker, or keep them until one is connected."""
         workers = self._sockets.connected_workers
         if not workers:
-            until = generation.deadline
-            if not sequence.submit.must_run:
-                until = min(until, self._lost_at + REPLACING_SECONDS)
-            self._homeless[sequence.submit.id] = until
+            for sequence in sequences:
+                until = generation.deadline
+                if not sequence.submit.must_run:
+                    until = min(until, self._lost_at + REPLACING_SECONDS)
+                self._homeless[sequence.submit.id] = until
             return
-        if self._homeless:
-            self._homeless.pop(sequence.submit.id, None)
         if len(workers) > 1:
             first = next(self._turns)  # equal workers take turns
             workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
             workers.sort(key=lambda w: (not self._is_responsive(w), self.state.load(w)))
-        sequence.worker = workers[0]
-        self.state.assign(self.consumer_id, sequence.worker, 1)
-        sequence.runs += 1
-        submit = sequence.submit
+        self.state.assign(self.consumer_id, workers[0], len(sequences))
+        for sequence in sequences:
+            self._homeless.pop(sequence.submit.id, None)
+            sequence.worker = workers[0]
+            sequence.runs += 1
+        submit, *others = [sequence.submit for sequence in sequences]
         submit.timeout_seconds = max(0.0, generation.deadline - time.monotonic())
         if len(submit.prompt) > generation.model.receptive_field:
             submit = self._shortened(generation, submit)
-        self._sockets.send(submit, sequence.worker)
+        if others:
+            self._sockets.send(Copies(submit, [(it.id, it.sampling.seed) for it in others]), workers[0])
+        else:
+            self._sockets.send(submit, workers[0])
 
     def sweep(self, now: float) -> None:
         """End sequences that have waited too long. Call this at least ten times a second."""
@@ -210,6 +239,7 @@ class EngineClient:
                     self._sockets.send(Abort(it), sequence.worker)
                 self._end(it)
                 count += 1
+        count = generation.refused(count)
         self.count(generation.model, "refused", count)
         generation.model.metrics.request_rejected(reason, count)
         generation.fail(error)
@@ -226,7 +256,7 @@ class EngineClient:
         if id not in self._running or sequence.worker != HOMELESS:  # it has ended, or has a worker
             return
         if sequence.is_leaving:
-            self._received_delta(Delta(id, [], "abort", num_unseen=sequence.num_unseen), time.monotonic())
+            self._received_delta(Delta(id, [], "abort"), time.monotonic())
             return
         if sequence.runs == MAX_RUNS:
             message = f"the inference processes that ran this request ended, {MAX_RUNS} in a row"
@@ -235,7 +265,7 @@ class EngineClient:
             return
         sequence.submit.must_run = True
         sequence.begin_again()
-        self._send(generation, sequence)
+        self._send(generation, [sequence])
 
     def _diverged(self, sequence: SequenceState) -> None:
         """End a sequence whose new text differs from the text that was already sent."""
@@ -260,25 +290,22 @@ class EngineClient:
     def abort(self, generation: Generation, reason: FinishReason) -> None:
         """End all sequences of a generation, submitted or not.
 
-        A draw ends when its worker reports how many characters its candidates ran, because these are charged.
+        A candidate ends when its worker reports how many characters ran, because these are charged.
         """
         now = time.monotonic()
         if generation.pending:
             generation.drop_pending(reason)
         for id in list(generation.open):
             sequence = self._running[id][1]
-            delta, draw = Delta(id, [], reason), sequence.submit.draw
+            delta = Delta(id, [], reason)
             if sequence.worker != HOMELESS:
                 if not sequence.is_leaving:
                     self._sockets.send(Abort(id), sequence.worker)
                 if not sequence.is_begun:  # it may have run, and would otherwise not be charged
                     delta.num_unseen = len(sequence.submit.prompt)
-                elif draw is not None:  # the maximum, until its worker reports the characters
-                    most = max(0, draw.max_characters - sequence.num_completion_tokens)
-                    sequence.num_unseen = delta.num_unseen = most
-                    if reason == "abort" and sequence.runs == 1:  # another worker may not have begun it
-                        sequence.is_leaving = True
-                        continue
+                if isinstance(generation, ExactGeneration) and reason == "abort":
+                    sequence.is_leaving = True
+                    continue
             self._received_delta(delta, now)
         if not generation.open:
             self._open.pop(generation, None)
@@ -325,6 +352,9 @@ class EngineClient:
                     if lost:
                         what = plural(len(lost), "sequence")
                         logger.error("lost worker %d; running %s of it again", worker, what)
+            hungry, self._hungry = self._hungry, {}
+            for generation in hungry:
+                generation.refill()
         finally:
             self._is_receiving = False
             self._resume()

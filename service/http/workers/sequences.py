@@ -10,15 +10,15 @@ import asyncio
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
 from service.http.connection.errors import ApiError
 from service.http.connection.turns import Pause
 from service.http.models.model import Model
 from service.http.schema.answers import Timing
-from service.text.pieces import Piece, exact_pieces, piece_of, too_few, tried
-from service.wire import Answer, Delta, Drawn, FinishReason, Logprobs, Submit
+from service.text.pieces import Piece, piece_of
+from service.wire import Delta, FinishReason, Logprobs, Submit
 
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 HOMELESS = -1  # no worker: the sequence waits until one is connected
@@ -36,21 +36,17 @@ class SequenceState:
         self.number, self.submit = number, submit
         self.echo = echo  # emitted before the first character
         self.new_texts: list[str] = []  # arrived and not taken yet
-        self.new_answers: list[Answer] = []  # of a draw: the answers in these texts
 
     # Class attributes until they change, because most never do.
     worker: int = HOMELESS
     runs: int = 0
     is_begun: bool = False  # a first delta, or the ending, has come
-    is_leaving: bool = False  # of a draw: True after an abort, until its worker reports the characters that ran
+    is_leaving: bool = False  # a candidate: True after an abort, until its worker reports the characters that ran
     checksum: int = 0  # of the text that arrived
     replay_left: int = 0  # characters of it that are yet to come again
     replay_checksum: int = 0  # of those that came again
     logprobs_replay_left: int = 0  # their log-probabilities likewise
     prompt_replay_left: int = 0  # and those of the prompt
-    answers_replay_left: int = 0  # and the answers of a draw
-    drawn: Drawn | None = None  # of a draw: its cost so far
-    num_answers: int = 0  # of a draw: answers that arrived
     num_unseen: int = 0  # characters that ran for it, without a complete prompt and emitted ones
     error: ApiError | None = None  # its failure, if known here
     prompt_logprobs: Logprobs | None = None
@@ -67,6 +63,22 @@ class SequenceState:
     finish_reason: FinishReason | None = None
     first_token_seconds: float | None = None  # None: no character was written
 
+    def count(self, text: str) -> None:
+        """Count new characters."""
+        self.num_completion_tokens += len(text)
+        self.checksum = zlib.crc32(text.encode(), self.checksum)
+
+    def add_logprobs(self, delta: Delta) -> None:
+        if delta.logprobs is not None:
+            if self.new_logprobs is None:
+                self.new_logprobs = Logprobs()
+            self.new_logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            if self.prompt_logprobs is None:
+                self.prompt_logprobs = Logprobs()
+            self.prompt_logprobs.extend(delta.prompt_logprobs)
+            self.num_prompt_logprobs += len(delta.prompt_logprobs)
+
     # -- run again, as its worker was lost --
 
     def begin_again(self) -> None:
@@ -74,7 +86,6 @@ class SequenceState:
         self.replay_left = self.logprobs_replay_left = self.num_completion_tokens
         self.replay_checksum = 0
         self.prompt_replay_left = self.num_prompt_logprobs
-        self.answers_replay_left = self.num_answers
 
     def skip_text(self, text: str) -> int:
         """Return how many of these characters have arrived before."""
@@ -94,10 +105,6 @@ class SequenceState:
             self.logprobs_replay_left -= len(delta.logprobs.take(self.logprobs_replay_left))
         if delta.prompt_logprobs is not None and self.prompt_replay_left:
             self.prompt_replay_left -= len(delta.prompt_logprobs.take(self.prompt_replay_left))
-        if delta.answers and self.answers_replay_left:
-            skipped = min(len(delta.answers), self.answers_replay_left)
-            self.answers_replay_left -= skipped
-            delta.answers = delta.answers[skipped:]
 
 
 class Client(Protocol):
@@ -108,6 +115,15 @@ class Client(Protocol):
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
         """End all of its sequences."""
+
+    def run(self, generation: Generation, sequences: list[SequenceState], must_run: bool) -> None:
+        """Run sequences of a generation."""
+
+    def drop(self, sequences: Iterable[SequenceState]) -> None:
+        """End sequences that are not needed. Each stays open until its worker reports the characters that ran."""
+
+    def refill(self, generation: Generation) -> None:
+        """Call its method `refill` when all deltas that arrived are taken in."""
 
     def wake(self, generation: Generation) -> None:
         """Call its method `come` soon."""
@@ -156,7 +172,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None  # awaited by `whole` or `stream`
 
     def abort(self) -> None:
-        """End all sequences. Draws stay open until their workers report the characters that ran."""
+        """End all sequences."""
         if self.open or self.pending:
             self._client.abort(self, "abort")
 
@@ -164,6 +180,14 @@ class Generation:
     def is_finished(self) -> bool:
         """True when every sequence has ended and all of their text was taken."""
         return not self.open and not self.pending and not self.touched
+
+    @property
+    def num_run_characters(self) -> int:
+        """Characters of the prompts and completions of all sequences, including those that the client did not get."""
+        return sum(
+            (0 if it.queue_seconds is None else len(it.submit.prompt)) + it.num_completion_tokens + it.num_unseen
+            for it in self.sequences
+        )
 
     @property
     def endings(self) -> dict[str, int]:
@@ -229,6 +253,8 @@ class Generation:
                 yield self._take_all()
                 if not self._is_due:  # text may have come while this was written
                     self.wake_when_due(time.monotonic())
+        while self.open and self._failure is None:  # until their workers report the characters that ran
+            await self._wait()
         if self._failure is not None:
             await self._fail()
 
@@ -247,7 +273,7 @@ class Generation:
         return pieces
 
     def _take_observed(self, sequence: SequenceState) -> list[Piece]:
-        pieces = self._take_answers(sequence) if sequence.submit.draw is not None else [self._take(sequence)]
+        pieces = self._take(sequence)
         if sequence.first_token_seconds is None or sequence.finish_reason is not None:
             self._observe(sequence, sequence.finish_reason)
         return pieces
@@ -265,7 +291,7 @@ class Generation:
         """Raise the failure without keeping it, because its traceback would form a reference cycle."""
         self.abort()
         try:
-            while self.open:  # draws stay open until their workers report the characters that ran
+            while self.open:  # until their workers report the characters that ran
                 await self._wait()
             self._take_all()
             assert self._failure is not None
@@ -289,34 +315,24 @@ class Generation:
         else:
             self._client.wake_later(self)
 
+    def refill(self) -> None:
+        """Run sequences in the place of those that have ended."""
+
+    def refused(self, count: int) -> int:
+        """A worker has refused `count` sequences. Return how many of the request's sequences that makes."""
+        return count
+
     def add(self, sequence: SequenceState, text: str, now: float) -> None:
         """Take in new characters."""
-        count = len(text)
-        self.num_completion_tokens += count
-        sequence.num_completion_tokens += count
-        sequence.checksum = zlib.crc32(text.encode(), sequence.checksum)
+        self.num_completion_tokens += len(text)
+        sequence.count(text)
         sequence.new_texts.append(text)
         sequence.last_at = now
         self.touched[sequence] = None
 
     def receive(self, sequence: SequenceState, delta: Delta, now: float) -> None:
         """Take in a delta without ids. The client calls this after it has updated `open` and `pending`."""
-        if delta.logprobs is not None:
-            if sequence.new_logprobs is None:
-                sequence.new_logprobs = Logprobs()
-            sequence.new_logprobs.extend(delta.logprobs)
-        if delta.prompt_logprobs is not None:
-            if sequence.prompt_logprobs is None:
-                sequence.prompt_logprobs = Logprobs()
-            sequence.prompt_logprobs.extend(delta.prompt_logprobs)
-            sequence.num_prompt_logprobs += len(delta.prompt_logprobs)
-        if delta.answers:
-            sequence.new_answers += delta.answers
-            sequence.num_answers += len(delta.answers)
-            self.touched[sequence] = None
-            if self.is_stream:
-                self.wake_when_due(now)
-        sequence.drawn = delta.drawn or sequence.drawn
+        sequence.add_logprobs(delta)
         prefilled_at = delta.prefilled_at
         if prefilled_at is not None and delta.scheduled_at is not None and sequence.queue_seconds is None:
             sequence.queue_seconds = delta.scheduled_at - self._arrived_at
@@ -340,13 +356,8 @@ class Generation:
         sequence.num_unseen = delta.num_unseen
         if delta.ended_at is not None and sequence.queue_seconds is not None:
             sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
-        draw = sequence.submit.draw
         if self._failure is None and reason in FAILURES:
             self._failure = self._failed(sequence, reason)
-        elif self._failure is None and draw is not None:
-            if sequence.num_answers < draw.answers:
-                assert sequence.drawn is not None
-                self._failure = ApiError.of(too_few(draw, sequence.drawn))
         self._metrics.sequence_ended(sequence.num_completion_tokens)
         self._client.count(self.model, reason)
         self.touched[sequence] = None
@@ -370,14 +381,12 @@ class Generation:
     def _failed(self, sequence: SequenceState, reason: FinishReason) -> ApiError | None:
         if reason == "timeout":
             message = f"the request took longer than {self.timeout_seconds:g} s, {self.timeout_name}"
-            if sequence.drawn is not None:
-                message += f": {tried(sequence.drawn)}"
             return ApiError(504, message, code="timeout")
         if reason == "error":
             return sequence.error or ApiError(500, "inference failed on this request", code="engine_error")
         return None
 
-    def _take(self, sequence: SequenceState) -> Piece:
+    def _take(self, sequence: SequenceState) -> list[Piece]:
         texts, sequence.new_texts = sequence.new_texts, []
         text = texts[0] if len(texts) == 1 else "".join(texts)
         sequence.num_taken += len(text)
@@ -385,17 +394,7 @@ class Generation:
         of_prompt = None
         if echo:
             of_prompt, sequence.echo, sequence.prompt_logprobs = sequence.prompt_logprobs, "", None
-        return piece_of(sequence.number, sequence.submit, text, sequence.finish_reason, logprobs, echo, of_prompt)
-
-    def _take_answers(self, sequence: SequenceState) -> list[Piece]:
-        """Take the answers of a draw that have arrived."""
-        text, answers = "".join(sequence.new_texts), sequence.new_answers
-        sequence.new_texts, sequence.new_answers = [], []
-        assert sequence.submit.draw is not None
-        first = sequence.number * sequence.submit.draw.answers + sequence.num_answers - len(answers)
-        logprobs, sequence.new_logprobs = sequence.new_logprobs, None
-        sequence.num_taken += len(text)
-        return exact_pieces(first, sequence.submit, text, answers, logprobs)
+        return [piece_of(sequence.number, sequence.submit, text, sequence.finish_reason, logprobs, echo, of_prompt)]
 
     def prompt_logprobs(self, number: int) -> Logprobs:
         """Return the log-probabilities of a sequence's prompt from `score_from` on, after its end."""

@@ -1,9 +1,10 @@
 """Exact answers against enumeration: p(text | condition) of a tiny model, from its definition alone."""
 
-import functools
 import itertools
+import random
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,11 @@ import torch
 from service.constrain.automaton import MinimumLength
 from service.constrain.regex import compile_choice, compile_regex, compile_without
 from service.engine.backends import open_runner
-from service.engine.draw import Draw as Running
-from service.engine.draw import candidate_seed, shared_out
 from service.engine.engine import Engine
-from service.engine.scheduler import BusyError
 from service.model.params import SamplingParams
-from service.wire import Draw, Submit, floats
+from service.model.tokenizer import CharTokenizer
+from service.text.exact import Bounds, Ending, Exact, candidate_seed
+from service.wire import Submit, Tried, floats
 from tests.engine.test_cuda import runner_of
 from tests.engine.test_engine import CLOCKS, ON_CPU, jumping
 from tests.helpers import random_model
@@ -66,38 +66,83 @@ def text_of(ids):
 
 
 def draw(id, pattern, answers=1, seed=0, length=6, prompt="\n", limits=(10**6, 10**9), **options):
+    """Exact answers, with the number of the request."""
     automaton = pattern if not isinstance(pattern, str) else compile_regex(pattern, CHARACTERS)
     constraint = None if automaton is None else automaton.pack()
     if minimum := options.get("min_tokens", 0):
         options["minimum"] = MinimumLength.of(automaton, minimum, length).pack()
-    return Submit(
-        id, ids_of(prompt), length, SamplingParams(seed=seed), constraint=constraint,
-        draw=Draw(answers, *limits), **options,
-    )  # fmt: skip
+    submit = Submit(id, ids_of(prompt), length, SamplingParams(seed=seed), constraint=constraint, **options)
+    model = SimpleNamespace(
+        tokenizer=CharTokenizer(CHARACTERS), record_end_character="\n" if "stop" in options else None
+    )
+    return id, Exact(model, [submit], Bounds(answers, *limits))
+
+
+class Running:
+    """Requests for exact answers, driven over one engine."""
+
+    def __init__(self, engine, requests, window=8):
+        self.engine, self.exacts, self.window = engine, dict(requests), window
+        self.answers = {id: [] for id in self.exacts}
+        self.errors, self.num_run = {}, Counter()  # by request
+        self._ids, self._candidates, self._results = itertools.count(10**6), {}, {}
+        for id in self.exacts:
+            self.refill(id)
+
+    def refill(self, id):
+        exact = self.exacts[id]
+        for needless in exact.take_needless():
+            for its, (request, number) in list(self._candidates.items()):
+                if (request, number) == (id, needless):
+                    self.engine.abort(its)
+        num_open = sum(request == id for request, _ in self._candidates.values())
+        for number, _, submit in exact.more(self.window - num_open):
+            submit.id, submit.must_run = next(self._ids), True
+            self._candidates[submit.id], self._results[submit.id] = (id, number), ([], [])
+            self.engine.submit(submit)
+
+    def step(self):
+        for delta in self.engine.step():
+            if delta.id not in self._candidates:
+                continue
+            ids, logprobs = self._results[delta.id]
+            ids += delta.ids
+            logprobs += [it for it in (delta.prompt_logprobs, delta.logprobs) if it is not None]
+            if delta.finish_reason is None:
+                continue
+            id, number = self._candidates.pop(delta.id)
+            self.num_run[id] += len(ids) + delta.num_unseen
+            exact = self.exacts[id]
+            if exact.is_needed(number):
+                assert delta.finish_reason in ("stop", "length", "error"), delta
+                if delta.finish_reason == "error":
+                    self.errors[id] = "error"
+                    exact.close()
+                    continue
+                first, *others = logprobs or [None]
+                for more in others:
+                    first.extend(more)
+                ending = Ending(text_of(ids), delta.finish_reason, delta.num_unseen, delta.tried, first)
+                self.answers[id] += exact.ended(number, ending)
+                if exact.failure is not None:
+                    self.errors[id] = exact.failure.message
+            self.refill(id)
 
 
 def run(engine, requests, meanwhile=()):
-    """The answers of each draw, (text, seed, reason), and how each ended: (reason, Drawn)."""
-    found, endings, answers = {it.id: [] for it in requests}, {}, {it.id: [] for it in requests}
-    for request in (*meanwhile, *requests):
+    """The answers of each request, (text, seed, reason), and what each cost."""
+    for request in meanwhile:
         engine.submit(request)
+    running = Running(engine, requests)
     for _ in range(100_000):
         if not engine.has_work:
             break
-        for delta in engine.step():
-            if delta.id in found:
-                found[delta.id] += delta.ids
-                answers[delta.id] += delta.answers
-                if delta.finish_reason:
-                    assert delta.id not in endings
-                    endings[delta.id] = delta.finish_reason, delta.drawn
-    texts = {}
-    for id, its in answers.items():
-        ids = iter(found[id])
-        texts[id] = [(text_of(itertools.islice(ids, it.length)), it.seed, it.finish_reason) for it in its]
-        assert next(ids, None) is None
-    assert not engine.has_work and not engine.draws and not len(engine.scheduler)
-    return texts, endings
+        running.step()
+    assert not engine.has_work and not running._candidates
+    texts = {id: [(it.text, it.seed, it.finish_reason) for it in its] for id, its in running.answers.items()}
+    assert all([it.number for it in its] == [*range(len(its))] for its in running.answers.values())
+    costs = {id: (running.errors.get(id), exact.cost) for id, exact in running.exacts.items()}
+    return texts, costs
 
 
 def chances(model, prompt, length, outcome):
@@ -209,16 +254,14 @@ CASES = {
 def test_answers_are_drawn_from_the_conditional_distribution(make, exact, case, clock):
     options, matches = CASES[case]
     texts, endings = run(make(16, clock=clock), [draw(1, answers=DRAWS, seed=1, **options)])
-    assert endings[1][0] == "stop" and len(texts[1]) == DRAWS
+    assert endings[1][0] is None and len(texts[1]) == DRAWS
     assert p_value(Counter(text for text, *_ in texts[1]), chances(exact, "\n", 6, matches)) > 0.01
 
 
 def load(count):
-    """Sequences and draws of others, which are in the way."""
+    """Sequences of others, which are in the way."""
     for i in range(count):
         yield Submit(1000 + i, ids_of("ab" * (i % 9 + 1)), 5 + i % 40, SamplingParams(seed=i), client=f"other {i % 3}")
-        if i % 4 == 0:
-            yield draw(2000 + i, "[ab]*a\n", answers=5, seed=i, stop=((END,),), may_leave=False, client="other")
 
 
 @on_any
@@ -236,12 +279,15 @@ def test_answers_under_load_are_drawn_from_the_conditional_distribution(make, ex
 )  # fmt: skip
 def test_answers_are_the_same_whatever_runs_beside_them(make, case, backend):
     options = CASES[case][0]
-    requests = [draw(i, answers=3, seed=i, **options) for i in range(2)]
-    expected = run(make(3, clock=jumping(2)), requests)
-    alone = [run(make(9), [it]) for it in requests]
+
+    def requests():
+        return [draw(i, answers=3, seed=i, **options) for i in range(2)]
+
+    expected = run(make(3, clock=jumping(2)), requests())
+    alone = [run(make(9), [it]) for it in requests()]
     assert expected == ({**alone[0][0], **alone[1][0]}, {**alone[0][1], **alone[1][1]})
     if backend != "cuda":
-        assert run(make(5, clock=jumping(3)), requests, load(8)) == expected
+        assert run(make(5, clock=jumping(3)), requests(), load(8)) == expected
 
 
 @on_any
@@ -259,7 +305,7 @@ def test_an_answer_is_a_free_text_of_its_seed(make, case):
 
 
 @on_any
-def test_a_draw_gives_up_at_its_limits_whatever_runs_beside_it(make):
+def test_a_request_gives_up_at_its_limits_whatever_runs_beside_it(make):
     options = CASES["records"][0]
     ((_, whole),) = run(make(), [draw(1, answers=50, seed=3, **options)])[1].values()
     for limits in ((100, 10**9), (10**6, 500)):
@@ -268,11 +314,12 @@ def test_a_draw_gives_up_at_its_limits_whatever_runs_beside_it(make):
             for slots, n in ((3, 0), (8, 10))
         ]
         assert found[0] == found[1]
-        texts, (reason, drawn) = found[0][0][1], found[0][1][1]
-        assert reason == "stop" and len(texts) == drawn.matches < 50
-        assert drawn.candidates == 100 or 500 <= drawn.characters < 510
-        assert drawn.nearest >= 1 and 1 <= drawn.longest <= 6
-        assert drawn.candidates < whole.candidates
+        texts, (error, cost) = found[0][0][1], found[0][1][1]
+        assert len(texts) == cost.matches < 50
+        assert cost.candidates == 100 or 500 <= cost.characters < 510
+        lacked, kept = re.search(r"nearest of the others lacked (\d) .* kept to the condition for (\d)", error).groups()
+        assert int(lacked) >= 1 and 1 <= int(kept) <= 6
+        assert cost.candidates < whole.candidates
 
 
 CANDIDATE_SEEDS = [candidate_seed(seed, number) for seed in (0, 1, 2, 2**64 - 1) for number in range(1, 1000)]
@@ -286,63 +333,32 @@ def test_seeds_of_candidates_are_different_and_small():
 
 
 @at_once
-def test_the_only_match_needs_one_candidate(make):
-    only = compile_choice(["abbab"], CHARACTERS)
-    texts, endings = run(make(), [draw(1, only, answers=3)])
-    assert [text for text, *_ in texts[1]] == ["abbab"] * 3 and endings[1][1].candidates == 3
+@pytest.mark.parametrize(("pattern", "length"), [(["abbab"], 6), (["ab", "abb"], 2)])
+def test_the_only_match_needs_one_candidate(make, pattern, length):
+    """Another may be too long for the answer."""
+    texts, costs = run(make(), [draw(1, compile_choice(pattern, CHARACTERS), answers=3, length=length)])
+    assert [text for text, *_ in texts[1]] == pattern[:1] * 3 and costs[1][1].candidates == 3
 
 
 @at_once
-def test_log_probabilities_are_those_of_the_text(make, exact):
-    pattern = "ab[ab]*\n"
-    engine = make()
-    engine.submit(draw(1, pattern, answers=3, seed=2, logprobs=1))
-    answers, ids, values = [], [], []
-    while engine.has_work:
-        for delta in engine.step():
-            answers += delta.answers
-            ids += delta.ids
-            values += floats(delta.logprobs.values) if delta.logprobs else []
-    assert len(answers) == 3 and len(ids) == len(values) == sum(it.length for it in answers)
-    for it in answers:
-        text, ids = ids[: it.length], ids[it.length :]
+@pytest.mark.parametrize("pattern", ["ab[ab]*\n", "[ab]*\n", "abab"])
+def test_log_probabilities_are_those_of_the_text(make, exact, pattern):
+    running = Running(make(), [draw(1, pattern, answers=3, seed=2, logprobs=1)])
+    while running.engine.has_work:
+        running.step()
+    assert len(running.answers[1]) == 3
+    for it in running.answers[1]:
+        text = ids_of(it.text)
         logprobs = exact(torch.tensor([[END, *text]]))[0].log_softmax(-1)
         expected = [float(logprobs[k, id]) for k, id in enumerate(text)]
-        assert values[: it.length] == pytest.approx(expected)
-        values = values[it.length :]
-
-
-@at_once
-def test_a_draw_is_aborted_timed_out_and_refused_as_a_sequence_is(make):
-    never = compile_without(["a", "b", "\n"], CHARACTERS)  # what no candidate gives: six characters of none
-    clock = itertools.count()
-    engine = make(4, clock=lambda: next(clock) / 1000, max_waiting=1)
-    hopeless = dict(answers=1, length=6, may_leave=False)
-    engine.submit(draw(1, never, **hopeless))
-    for _ in range(20):
-        assert not [delta for delta in engine.step() if delta.finish_reason]
-    engine.abort(1)
-    (delta,) = [delta for delta in engine.step() if delta.finish_reason]
-    assert (delta.id, delta.finish_reason) == (1, "abort") and delta.drawn.candidates > 5 and delta.num_unseen > 5
-    assert not engine.has_work and not engine.draws
-    engine.submit(draw(2, never, timeout_seconds=0.5, **hopeless))
-    assert engine.ids == [2]
-    endings = {}
-    for _ in range(500):  # each moves the clock by a millisecond or more
-        endings |= {delta.id: (delta.finish_reason, delta.drawn.candidates) for delta in engine.step()}
-    assert endings[2][0] == "timeout" and endings[2][1] > 5 and not engine.has_work
-    for id in range(10):
-        engine.submit(Submit(100 + id, ids_of("a"), 5, SamplingParams(), must_run=True))
-    with pytest.raises(BusyError):
-        engine.submit(draw(3, never, **hopeless))
-    assert not engine.draws
+        assert floats(it.logprobs.values) == pytest.approx(expected)
 
 
 @at_once
 @pytest.mark.parametrize("where", ["prefill", "decode", "start"])
-def test_a_failing_forward_ends_a_draw_as_an_error(make, monkeypatch, where):
+def test_a_failing_forward_ends_a_candidate_as_an_error(make, monkeypatch, where):
     engine = make()
-    engine.submit(draw(1, "[ab]*bbb\n", answers=10))
+    running = Running(engine, [draw(1, "[ab]*bbb\n", answers=10)])
     run_well = getattr(engine.runner, where)
     calls = itertools.count()
 
@@ -352,110 +368,65 @@ def test_a_failing_forward_ends_a_draw_as_an_error(make, monkeypatch, where):
         return run_well(*arguments)
 
     monkeypatch.setattr(engine.runner, where, fail)
-    reasons = [delta.finish_reason for _ in range(2000) if engine.has_work for delta in engine.step()]
-    assert [reason for reason in reasons if reason] == ["error"] and not engine.has_work
+    for _ in range(2000):
+        if engine.has_work:
+            running.step()
+    assert running.errors == {1: "error"} and not engine.has_work
     assert engine.generate([Submit(2, ids_of("a"), 5, SamplingParams())])[0]
 
 
-class Spent:
-    """A clock that each call of a runner moves, by what such calls take of a small model on a CPU."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def watch(self, runner, monkeypatch):
-        for name, cost in {
-            "start": lambda *_: 60e-6,
-            "prefill": lambda pieces: 50e-6 + 80e-6 * len(pieces),
-            "decode": lambda slots, steps, *_: steps.max() * (60e-6 + 25e-6 * len(slots)),
-        }.items():
-            monkeypatch.setattr(runner, name, functools.partial(self.spend, getattr(runner, name), cost))
-
-    def spend(self, call, cost, *arguments):
-        self.now += cost(*arguments)
-        return call(*arguments)
-
-
 @on_any
-@pytest.mark.parametrize("pattern", ["(aa|bb){15}", "[ab]*bbbbbb[ab]*\n", "[ab]{2}\n\n[ab]*"])
-def test_beside_a_draw_of_thousands_a_stream_keeps_half_its_speed(make, monkeypatch, pattern):
-    """Whether its candidates end after one character or after many."""
-    speeds = []
-    for count in (0, 2):
-        clock = Spent()
-        engine = make(64, clock=clock)
-        clock.watch(engine.runner, monkeypatch)
-        for id in range(count):
-            engine.submit(draw(10 + id, pattern, answers=10**4, length=40, seed=id, client="draws"))
-        for _ in range(30 * count):
-            engine.step()
-        engine.submit(Submit(2, ids_of("ab"), 10**6, SamplingParams(seed=1), client="streams"))
-        characters, candidates, began = 0, 0, None
-        while characters < 1500:
-            characters += sum(len(delta.ids) for delta in engine.step() if delta.id == 2)
-            began = clock.now if began is None and characters else began
-            candidates += engine.stats.num_candidates
-        speeds.append(characters / (clock.now - began))
-        assert bool(count) == (candidates > 30)
-        for id in engine.ids:
-            engine.abort(id)
-        engine.step()
-        assert not engine._debts
-    assert speeds[1] >= 0.48 * speeds[0]
-
-
-@on_any
-def test_draws_of_several_clients_share_the_slots(make, monkeypatch):
-    """None waits for what others owe."""
-    clock = Spent()
-    engine = make(16, clock=clock)
-    clock.watch(engine.runner, monkeypatch)
-    for id in range(4):
-        pattern = ["(aa|bb){15}", "[ab]*bbbbbb[ab]*\n"][id % 2]
-        engine.submit(draw(id, pattern, answers=10**4, length=40, seed=id, client=f"client {id}"))
-    rows, steps = 0, 300
-    for _ in range(steps):
-        engine.step()
-        rows += engine.stats.num_decode_rows
-    spent = [it.num_run for it in engine.draws.values()]
-    assert min(spent) > 50 and rows > 2 * steps, (spent, rows)
-
-
-def test_slots_go_to_draws_by_their_clients_weights():
-    options = dict(pattern="[ab]*", answers=99)
-    draws = [Running(draw(id, client="ab"[id], weight=[3.0, 1.0][id], **options), 0.0, 99) for id in range(2)]
-    for number, it in enumerate(shared_out(draws, 8)):
-        it.next(number, 0.0)
-    assert [len(it.running) for it in draws] == [6, 2]
-
-
-@on_any
-def test_characters_of_dropped_candidates_ran_unseen(make):
+def test_all_characters_that_ran_are_reported(make):
     engine = make(1)
-    engine.submit(draw(1, "[ab]*bb\n", answers=3))
-    num_run, deltas = 0, []
-    for _ in range(1000):
-        deltas += engine.step()
-        num_run += engine.stats.num_prefill_tokens + engine.stats.num_candidate_tokens
-    assert deltas[-1].finish_reason == "stop" and deltas[-1].drawn.candidates > 3
-    assert num_run == 1 + sum(len(delta.ids) for delta in deltas) + deltas[-1].num_unseen  # 1: the prompt
+    running = Running(engine, [draw(1, "[ab]*bb\n", answers=3)])
+    num_run = 0
+    while engine.has_work:
+        running.step()
+        stats = engine.stats
+        num_run += 2 * stats.num_prefill_tokens + stats.num_decode_tokens  # a prompt of one character chooses one too
+    assert running.exacts[1].cost.candidates > 3 and running.num_run[1] == num_run
 
 
-@on_any
-def test_clients_that_all_owe_go_on(make):
-    """A client whose candidates end at their first character never decodes, and so owes nothing."""
-    engine = make(16)
-    for id, client in enumerate(["one", "other"]):
-        engine.submit(draw(id, "(aa|bb){15}", answers=10**4, length=40, seed=id, client=client))
-    for _ in range(3):
-        engine.step()
-    engine.submit(draw(2, "\n", answers=10**4, length=40, client="third"))
-    engine._debts |= {"one": 10.0, "other": 10.0}
-    rows = 0
-    for _ in range(5):
-        engine.step()
-        rows += engine.stats.num_decode_rows
-    assert rows
+# -- without an engine: results from a table --
+
+
+def table_of(seed):
+    """How each candidate would end, whatever runs beside it."""
+    chance = random.Random(seed)
+
+    def end(number):
+        matches, characters = chance.random() < 0.2, chance.randrange(1, 9)
+        return Ending("a" * characters if matches else "", "stop", 0, Tried(matches, characters, characters, 1), None)
+
+    return [end(number) for number in range(400)]
+
+
+def two_prompts(limits):
+    model = SimpleNamespace(tokenizer=CharTokenizer(CHARACTERS), record_end_character=None)
+    constraint = compile_regex("[ab]*", CHARACTERS).pack()
+    submits = [Submit(0, [2], 9, SamplingParams(seed=i), constraint=constraint) for i in range(3)]
+    return Exact(model, submits, Bounds(4, *limits))
+
+
+@pytest.mark.parametrize("limits", [(300, 10**9), (12, 10**9), (300, 60)])
+def test_answers_and_errors_do_not_depend_on_the_order_in_which_candidates_end(limits):
+    tables = [table_of(i) for i in range(3)]
+    outcomes = set()
+    for seed in range(30):
+        order, exact = random.Random(seed), two_prompts(limits)
+        seeds = [{candidate_seed(i, number): number for number in range(400)} for i in range(3)]
+        open, answers = {}, []
+        while exact.failure is None:
+            for number in exact.take_needless():
+                del open[number]
+            open |= {number: (prompt, submit) for number, prompt, submit in exact.more(order.randrange(1, 9))}
+            if not open:
+                break
+            number = order.choice([*open])
+            prompt, submit = open.pop(number)
+            answers += exact.ended(number, tables[prompt][seeds[prompt][submit.sampling.seed]])
+        if exact.failure is None:
+            outcomes.add((exact.cost, *sorted((it.number, it.seed, it.text) for it in answers)))
+        else:
+            outcomes.add(exact.failure.message)
+    assert len(outcomes) == 1, outcomes
