@@ -305,11 +305,6 @@ class StopPattern:
         # The state of a partial match -> the position of its first id, in order of the positions. Partial matches in
         # the same state have the same future, so only the earliest of them is kept.
         self._starts: dict[int, int] = {}
-        self.num_followed = 0  # sum over all ids read: the partial matches that the id advanced or ended
-
-    @property
-    def num_partial(self) -> int:
-        return len(self._starts)
 
     @property
     def held(self) -> int:
@@ -319,7 +314,6 @@ class StopPattern:
         """Read one id. Return the length of the longest match that ends with it, or None if there is no match."""
         symbol, step = self._class_of(id), self._next
         self._starts.setdefault(0, self._position)
-        self.num_followed += len(self._starts)
         self._position += 1
         starts: dict[int, int] = {}
         found = None

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from service.engine.accounts import Account, behind, settle
+from service.engine.fair_queue import Client
 from service.engine.runner import FAILED, Outcome, Piece, Runner
 from service.engine.scheduler import MIN_PREFILL, Plan, Scheduler
 from service.engine.sequence import Sequence
@@ -146,12 +148,8 @@ class Engine:
         self._decode_cost = Cost(each=step_seconds)  # cost of one step, by rows; the first call has one step
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
         self._ended: list[Delta] = []  # deltas that the current step returns, or the next one
-        # The number of decode calls in which clients took turns, and by slot the last such call that ran it.
-        self._turn, self._decoded_at = 0, np.zeros(runner.slots, np.int64)
-        # By client: rows times steps that earlier calls still owe it, and the rows that the last call owes it.
-        self._owed: dict[str, tuple[float, float]] = {}
-        self._num_steps_last = 0
         self._submitted: Callable[[], Sequence | None] = lambda: None  # weak reference to the last submitted sequence
+        self._submit_seconds = 0.0  # since the last step
         self._in_flight: list[Batch] = []  # calls that the last step launched, if the runner is asynchronous
         self._num_failures = 0  # failed calls in a row
 
@@ -172,9 +170,13 @@ class Engine:
         """
         if (before := self._submitted()) is not None:
             share(request, before.request)
-        sequence = Sequence(request, self.clock(), self.config.receptive_field)
+        began = self.clock()
+        sequence = Sequence(request, began, self.config.receptive_field)
         self._submitted = weakref.ref(sequence)
         self.scheduler.add(sequence)
+        seconds = self.clock() - began
+        self._charge([sequence], seconds)
+        self._submit_seconds += seconds
         return sequence
 
     def abort(self, id: int, reason: FinishReason = "abort") -> None:
@@ -201,10 +203,16 @@ class Engine:
         if scheduler.num_guided and not self.runner.follows_guides:
             self._finish(self._in_flight, deltas)
             self._in_flight = []
-        slots = self._share(np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0)))  # (B,)
-        plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)))
+        decoding = np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0))  # (B,)
+        only = behind(scheduler.queue.clients, self.step_seconds) or None
+        slots = self._of(decoding, only)
+        each = self._prefill_cost.each
+        plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)), only, each)
+        if only and not (len(slots) or plan.starts or plan.pieces):  # who can do nothing holds nobody up
+            slots = decoding
+            plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)), None, each)
         self._start(plan)
-        stats.lap("schedule")
+        self._charge([sequence for sequence, _ in plan.starts], stats.lap("schedule"))
         launched: list[Batch] = []
         if len(slots):
             self._decode(slots, sum(len(piece.ids) for piece in plan.pieces), launched)
@@ -216,6 +224,8 @@ class Engine:
         deltas += self._ended
         self._ended = []
         stats.lap("update")
+        settle(scheduler.queue.clients, self._submit_seconds + stats.seconds, self.step_seconds)
+        self._submit_seconds = 0.0
         return deltas
 
     def generate(self, requests: Iterable[Submit]) -> list[list[int]]:
@@ -232,58 +242,40 @@ class Engine:
                 completions[delta.id] += delta.ids
         return list(completions.values())
 
-    def _share(self, slots: np.ndarray) -> np.ndarray:
-        """Choose which of the decoding slots (B,) run in the next call.
+    def _of(self, slots: np.ndarray, clients: set[Client] | None) -> np.ndarray:
+        """Return those of the slots whose sequences are of these clients; None: all."""
+        if clients is None:
+            return slots
+        return np.array([slot for slot in slots.tolist() if self._client(self.scheduler.by_slot[slot]) in clients], int)
 
-        Clients share the time by weight, however many sequences each client has. The client with the fewest rows for
-        its weight runs all of them in each call. The time of the call is the time of these rows alone, divided by that
-        client's part of all weights; so many rows of other clients fit. The sequences of the other clients take turns.
-        A sequence whose stop pattern keeps the host busy counts as several rows.
-        """
-        if len(slots) < 2 or not self.scheduler.is_fair:
-            return slots
-        by_client: dict[str, list[int]] = {}
-        weights: dict[str, float] = {}
-        times: dict[int, float] = {}  # in rows, by slot
-        rows: dict[str, float] = {}  # the same, by client
-        for slot in slots.tolist():
-            sequence = self.scheduler.by_slot[slot]
-            assert sequence is not None
-            client = sequence.request.client
-            if client not in by_client:
-                by_client[client], rows[client] = [], 0.0
-                weights[client] = self.scheduler.queue.client_of(sequence).weight
-            by_client[client].append(slot)
-            times[slot] = sequence.time_in_rows
-            rows[client] += times[slot]
-        if len(by_client) < 2:
-            return slots
-        clients = sorted(by_client, key=lambda name: rows[name] / weights[name])
-        fewest, cost, all_weights = rows[clients[0]], self._decode_cost, sum(weights.values())
-        parts = all_weights / weights[clients[0]]
-        limit = max(parts * fewest, (parts * cost.seconds(fewest) - cost.fixed) / cost.each)
-        if limit >= sum(rows.values()):
-            return slots
-        chosen: list[int] = []
-        before, self._owed = self._owed, {}
-        for name in clients:
-            its_slots, wanted, part = by_client[name], rows[name], limit * weights[name] / all_weights
-            room = min(wanted, part)
-            limit, all_weights = limit - room, all_weights - weights[name]
-            if room < wanted - 1e-9:
-                owed, left = before.get(name, (0.0, 0.0))
-                owed += left * self._num_steps_last
-                extra = owed / self._num_steps(len(chosen) + 1, 0)
-                its_slots.sort(key=self._decoded_at.__getitem__, reverse=True)  # the slot that waited longest is last
-                while its_slots and times[its_slots[-1]] <= room + extra + 1e-9:
-                    chosen.append(slot := its_slots.pop())
-                    room -= times[slot]
-                self._owed[name] = owed, room
-            else:
-                chosen += its_slots
-        self._turn += 1
-        self._decoded_at[chosen] = self._turn
-        return np.array(sorted(chosen))
+    def _client(self, sequence: Sequence | None) -> Client:
+        assert sequence is not None
+        return self.scheduler.queue.client_of(sequence)
+
+    def _charge_call(self, batch: Batch, sizes: list[int], cost: Cost, seconds: float) -> None:
+        """Charge each client what a call of `seconds` would have taken with its rows alone. sizes: of each row."""
+        if len(self.scheduler.queue.clients) < 2:
+            return
+        alone: dict[Account, tuple[int, int]] = {}  # sum and maximum of the sizes
+        for sequence, size in zip(batch.sequences, sizes, strict=True):
+            if (account := self.scheduler.queue.account(sequence)) is not None:
+                total, longest = alone.get(account, (0, 0))
+                alone[account] = total + size, max(longest, size)
+
+        def expected(total: int, longest: int) -> float:
+            return cost.fixed * (1 if batch.pieces else longest) + cost.each * total
+
+        scale = seconds / expected(sum(sizes), max(sizes))
+        for account, (total, longest) in alone.items():
+            account.used += scale * expected(total, longest)
+
+    def _charge(self, sequences: list[Sequence], seconds: float) -> None:
+        """Charge the clients of sequences for a time that these took in equal parts."""
+        if len(self.scheduler.queue.clients) < 2:
+            return
+        for sequence in sequences:
+            if (account := self.scheduler.queue.account(sequence)) is not None:
+                account.used += seconds / len(sequences)
 
     def _prefill_budget(self, rows: int) -> int:
         """Return the budget of prompt characters for a step that decodes `rows`.
@@ -338,7 +330,6 @@ class Engine:
             wait = self.runner.decode(slots, steps, guides, reports)
             scheduler.decoded(slots, steps)
             stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
-            self._num_steps_last = stats.num_decode_steps
             stats.num_decode_tokens = int(steps.sum())
             is_end = (scheduler.num_left[slots] == 0).tolist()
             launched.append(Batch(sequences, wait, stats.lap("decode"), steps.tolist(), is_end))
@@ -360,17 +351,23 @@ class Engine:
                 outcome = batch.wait()
                 seconds, is_chosen = outcome.seconds or batch.seconds, outcome.ids >= 0  # (B, K)
                 if batch.pieces:
-                    self._prefill_cost.observe(sum(len(piece.ids) for piece in batch.pieces), seconds)
+                    sizes, cost = [len(piece.ids) for piece in batch.pieces], self._prefill_cost
+                    cost.observe(sum(sizes), seconds)
                 else:
-                    run = is_chosen.sum(axis=1)  # steps that each row ran
-                    longest = max(1, int(run.max()))
-                    self._decode_cost.observe(max(1, int(run.sum()) / longest), seconds / longest)
+                    sizes, cost = is_chosen.sum(axis=1).tolist(), self._decode_cost  # steps that each row ran
+                    longest = max(1, *sizes)
+                    cost.observe(max(1, sum(sizes) / longest), seconds / longest)
+                self._charge_call(batch, sizes, cost, seconds)
                 self.stats.lap("prefill" if batch.pieces else "decode")
-                self._update(batch, outcome, is_chosen, deltas)
-                self.stats.lap("update")
+                taken = self._update(batch, outcome, is_chosen, deltas)
+                self._charge(batch.sequences, self.stats.lap("update") - taken)
 
-    def _update(self, batch: Batch, outcome: Outcome, is_chosen: np.ndarray, deltas: list[Delta]) -> None:
-        """Add the chosen ids of each row to its sequence; a row may have run fewer steps than were launched."""
+    def _update(self, batch: Batch, outcome: Outcome, is_chosen: np.ndarray, deltas: list[Delta]) -> float:
+        """Add the chosen ids of each row to its sequence; a row may have run fewer steps than were launched.
+
+        Return the seconds that were charged to single clients, such as those of a stop pattern.
+        """
+        taken = 0.0
         rows: list[list[int]] = outcome.ids.tolist()
         for b in np.flatnonzero(~is_chosen.all(axis=1)).tolist():
             del rows[b][is_chosen[b].argmin() :]
@@ -385,7 +382,11 @@ class Engine:
             if sequence.finish_reason is not None:  # the sequence ended after this call was launched
                 self.stats.num_dropped_tokens += len(ids)
             elif batch.pieces or b in failed or not sequence.extend_simply(ids):
+                began = self.clock()
                 self._take(sequence, ids, report, batch.pieces[b] if batch.pieces else None, b in failed)
+                seconds = self.clock() - began
+                self._charge([sequence], seconds)
+                taken += seconds
                 if sequence.is_finished:
                     self.scheduler.remove(sequence)
                 if sequence.is_candidate and not sequence.is_finished:
@@ -402,6 +403,7 @@ class Engine:
                     delta.ended_at = self.clock()
                     self.scheduler.remove(sequence)
                 deltas.append(delta)
+        return taken
 
     def _take(
         self, sequence: Sequence, ids: list[int], report: Logprobs | None, piece: Piece | None, has_failed: bool

@@ -1,8 +1,8 @@
-"""The queue of waiting sequences: start-time fair queueing between clients (Goyal, Vin & Cheng 1996).
+"""The queue of waiting sequences, and the clients that have sequences.
 
-Each waiting client has a tag, the virtual time at which its next sequence starts. The client with the lowest tag goes
-first, and its tag then grows by the cost of its sequence divided by its weight. The queue handles counts and costs
-only, no slots and no clock.
+In each step, the clients that wait take turns, and the one that runs the fewest sequences for its weight comes first.
+Who may run at all in a step follows from the accounts (accounts.py). The queue handles counts only, no slots and no
+clock.
 """
 
 from __future__ import annotations
@@ -10,32 +10,34 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from typing import Any
+from collections.abc import Collection
 
+from service.engine.accounts import Account
 from service.engine.sequence import Sequence
 from service.wire import Submit
 
 
-class Client:
+class Client(Account):
     """A client that has waiting or running sequences."""
 
-    def __init__(self, name: str, weight: float):
-        self.name, self.weight = name, weight
-        self.tag = 0.0
-        self.order = 0  # breaks ties between equal tags
+    def __init__(self, name: str, weight: float, order: int):
+        super().__init__(name, weight)
         self.waiting: list[tuple[int, int, Sequence]] = []  # heap of (priority, order of arrival, sequence)
         self.num_waiting = 0
         self.num_running = 0
-        self.prompt_tags = [0.0, 0.0]  # tags of prompts in slots: of prompts that generate, of prompts only scored
-        self.version = 0  # version of its entry in each of the queue's heaps; entries of earlier versions are void
+        self.order = order  # of its last start, or its arrival; breaks ties
+        self.version = 0  # of its entry in the queue's heap; entries of earlier versions are void
+
+    @property
+    def place(self) -> tuple[float, int]:
+        return self.num_running / self.weight, self.order
 
 
 class FairQueue:
     """The waiting sequences of all clients; those of one client are in order of priority, then arrival.
 
-    Operations take O(log n), amortized. The queue forgets a client without sequences; a client that returns starts at
-    the current virtual time. A client's share is its part of max_running by weight. If is_fair is False, all sequences
-    count as one client's.
+    Operations take O(log n), amortized. The queue forgets a client without sequences. A client's share is its part of
+    max_running by weight. If is_fair is False, all sequences count as one client's.
     """
 
     def __init__(self, max_running: int, is_fair: bool = True):
@@ -43,20 +45,23 @@ class FairQueue:
         self.num_waiting = 0
         self._clients: dict[str, Client] = {}
         self._weights = 0.0  # sum of the clients' weights
-        self._virtual_time = 0.0
-        self._by_tag: list[tuple[Any, ...]] = []  # heap of (tag, order, version, client)
-        self._by_running: list[tuple[Any, ...]] = []  # heap of (running / weight, tag, order, version, client)
+        self._places: list[tuple[tuple[float, int], int, Client]] = []  # heap of (place, version, client)
+        self._served: list[Client] = []  # that have had their turn in this round
         self._numbers = itertools.count(1)
         self._lengths: Counter[tuple[int, float]] = Counter()  # clients by (waiting sequences, weight)
+
+    @property
+    def clients(self) -> Collection[Client]:
+        """All clients with sequences."""
+        return self._clients.values()
 
     def add(self, sequence: Sequence) -> None:
         name, weight = self.identity(sequence.request)
         client = self._clients.get(name)
         if client is None:
-            client = self._clients[name] = Client(name, weight)
+            client = self._clients[name] = Client(name, weight, next(self._numbers))
             self._weights += weight
-        is_changed = client.weight != weight  # the weight of the latest request applies
-        if is_changed:
+        if client.weight != weight:  # the weight of the latest request applies
             self._weights += weight - client.weight
             num_waiting = client.num_waiting
             self._count_waiting(client, -num_waiting)
@@ -64,50 +69,52 @@ class FairQueue:
             self._count_waiting(client, num_waiting)
         heapq.heappush(client.waiting, (sequence.request.priority, next(self._numbers), sequence))
         self._count_waiting(client, 1)
-        if client.num_waiting == 1:
-            self._place(client, max(client.tag, self._virtual_time))
-        elif is_changed:
-            self._place(client, client.tag)
+        self._enter(client)
 
-    def pop(self, below_share: bool = False) -> Sequence | None:
+    def begin(self) -> None:
+        """Begin a step: every client has a turn again."""
+        served, self._served = self._served, []
+        for client in served:
+            self._enter(client)
+
+    def pop(self, below_share: bool = False, only: set[Client] | None = None) -> Sequence | None:
         """Take the next sequence, which counts as running from now on. Return None if no sequence may start.
 
-        The caller must `charge` the sequence.
-
-        below_share: take a sequence only from the client that runs the fewest for its weight, and only if it runs fewer
-            than its share.
+        below_share: take it only from the client whose turn is next, and only if that runs fewer than its share.
+        only: take it from one of these clients.
         """
-        for heap in (self._by_tag, self._by_running):
-            while heap and not _is_valid(heap[0]):
-                heapq.heappop(heap)
-        if not self._by_tag:
+        client = self._next(only)
+        if client is None and self._served:
+            self.begin()
+            client = self._next(only)
+        if client is None or (below_share and not self._is_below_share(client.num_running, client.weight)):
             return None
-        client: Client = self._by_running[0][-1] if below_share else self._by_tag[0][-1]
-        if below_share and not self._is_below_share(client.num_running, client.weight, self._weights):
-            return None
-        # Not the tag of this client: with `below_share` it may be far ahead, and no newcomer should start behind it.
-        self._virtual_time = max(self._virtual_time, self._by_tag[0][0])
         while (sequence := heapq.heappop(client.waiting)[2]).is_finished:
             pass
+        sequence.has_left_queue = True
         self._count_waiting(client, -1)
         client.num_running += 1
+        client.order = next(self._numbers)
+        client.version += 1
+        self._served.append(client)
         return sequence
 
-    def charge(self, sequence: Sequence, cost: int) -> None:
-        """Charge the client of a sequence that was just taken for the `cost` characters that it is going to run."""
-        client = self.client_of(sequence)
-        sequence.charged = cost
-        self._place(client, client.tag + cost / client.weight)
+    def _next(self, only: set[Client] | None) -> Client | None:
+        """Return the client whose turn is next."""
+        if only is not None:
+            waiting = [client for client in only if client.num_waiting and client not in self._served]
+            return min(waiting, key=lambda client: client.place, default=None)
+        while self._places and not _is_valid(self._places[0]):
+            heapq.heappop(self._places)
+        return self._places[0][-1] if self._places else None
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a finished sequence.
-
-        If it ran, its client is refunded the charged characters that did not run, or pays what the stop pattern took
-        in addition. A refund never sets a tag below the current virtual time, so no newcomer waits for a refund to be
-        used up.
-        """
+        """Remove a finished sequence."""
         client = self.client_of(sequence)
-        if sequence.charged is None:
+        if sequence.has_left_queue:
+            client.num_running -= 1
+            self._enter(client)
+        else:
             self._count_waiting(client, -1)
             if len(client.waiting) > 2 * client.num_waiting + 64:
                 client.waiting = [item for item in client.waiting if not item[2].is_finished]
@@ -115,11 +122,8 @@ class FairQueue:
             if not client.num_waiting:
                 client.waiting.clear()
                 client.version += 1
-        else:
-            client.num_running -= 1
-            unused = sequence.charged - sequence.num_run - sequence.num_completion_tokens - sequence.num_followed
-            self._place(client, max(client.tag - unused / client.weight, self._virtual_time))
         if not client.num_waiting and not client.num_running:
+            client.version += 1
             del self._clients[client.name]
             self._weights = self._weights - client.weight if self._clients else 0.0
 
@@ -128,8 +132,8 @@ class FairQueue:
         name, weight = self.identity(request)
         client = self._clients.get(name)
         if client is None:
-            return self._is_below_share(0, weight, self._weights + weight)
-        return self._is_below_share(client.num_running + client.num_waiting, client.weight, self._weights)
+            return self._is_below_share(0, weight, weight)
+        return self._is_below_share(client.num_running + client.num_waiting, client.weight)
 
     def is_below_part(self, request: Submit, max_waiting: int) -> bool:
         """Whether the client of a new request has fewer waiting sequences than its part of `max_waiting`, by weight."""
@@ -154,12 +158,17 @@ class FairQueue:
         """Return the client of a sequence that was not removed."""
         return self._clients[self.identity(sequence.request)[0]]
 
+    def account(self, sequence: Sequence) -> Account | None:
+        """Return the account of a sequence's client. None: it has no sequences any more."""
+        return self._clients.get(self.identity(sequence.request)[0])
+
     def identity(self, request: Submit) -> tuple[str, float]:
         """Return the name and weight of the client of a request."""
         return (request.client, request.weight) if self.is_fair else ("", 1.0)
 
-    def _is_below_share(self, count: int, weight: float, weights: float) -> bool:
-        return count < self.max_running * (weight / weights) - 1e-9  # sums of weights are rounded
+    def _is_below_share(self, count: int, weight: float, new_weight: float = 0.0) -> bool:
+        """new_weight: of a client that is not known yet."""
+        return count < self.max_running * (weight / (self._weights + new_weight)) - 1e-9  # sums are rounded
 
     def _count_waiting(self, client: Client, change: int) -> None:
         before, client.num_waiting = client.num_waiting, client.num_waiting + change
@@ -170,21 +179,16 @@ class FairQueue:
                 if not self._lengths[length, client.weight]:
                     del self._lengths[length, client.weight]
 
-    def _place(self, client: Client, tag: float) -> None:
-        """Set a client's tag and, if it waits, enter it in the heaps by tag and by running sequences."""
-        if tag != client.tag or not client.order:
-            client.tag, client.order = tag, next(self._numbers)
+    def _enter(self, client: Client) -> None:
+        """Enter a client that waits and has not had its turn in the heap."""
         client.version += 1
-        if not client.num_waiting:
+        if not client.num_waiting or client in self._served:
             return
-        entry = (client.tag, client.order, client.version, client)
-        heapq.heappush(self._by_tag, entry)
-        heapq.heappush(self._by_running, (client.num_running / client.weight, *entry))
-        for heap in (self._by_tag, self._by_running):
-            if len(heap) > 2 * len(self._clients) + 64:
-                heap[:] = filter(_is_valid, heap)
-                heapq.heapify(heap)
+        heapq.heappush(self._places, (client.place, client.version, client))
+        if len(self._places) > 2 * len(self._clients) + 64:
+            self._places = list(filter(_is_valid, self._places))
+            heapq.heapify(self._places)
 
 
-def _is_valid(entry: tuple[Any, ...]) -> bool:
-    return bool(entry[-1].version == entry[-2])
+def _is_valid(entry: tuple[tuple[float, int], int, Client]) -> bool:
+    return entry[-1].version == entry[-2]

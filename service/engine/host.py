@@ -2,9 +2,9 @@
 
 Each model has its own cache, with a slot for every sequence that the process may run, so no model waits for the memory
 of another. The models with sequences share the slots in equal parts; a part that a model does not need goes to the
-others (max-min fairness). The next turn goes to the model that has used the least time (start-time fair queueing, as in
-fair_queue.py). New checkpoints are loaded while the engines run, unless `loads_alone`. The module handles ids and
-numbers only, no text, HTTP or LitServe.
+others (max-min fairness). The next turn goes to the model that has used the least time (start-time fair queueing;
+Goyal, Vin & Cheng 1996). New checkpoints are loaded while the engines run, unless `loads_alone`. The module handles ids
+and numbers only, no text, HTTP or LitServe.
 """
 
 from __future__ import annotations

@@ -92,9 +92,6 @@ class Scheduler:
         self._free = dict.fromkeys(range(self.slots))  # free slots; the slot that was unused for longest is first
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
         self._turn = 0  # number of steps that ordered prompts
-        # Index 0: prompts that generate; 1: prompts that are only scored. Virtual time, and the weights by client.
-        self._prompt_times = [0.0, 0.0]
-        self._prompt_weights: list[dict[Client, float]] = [{}, {}]
         self._by_id: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -201,8 +198,10 @@ class Scheduler:
             self._deadlines = [item for item in self._deadlines if item[1] in self._by_id]
             heapq.heapify(self._deadlines)
 
-    def schedule(self, now: float, budget: int) -> Plan:
+    def schedule(self, now: float, budget: int, only: set[Client] | None = None, each: float = 1.0) -> Plan:
         """Give free slots to waiting sequences, and share out `budget` prompt characters (see `_in_order`).
+
+        only: the clients that may start and run prompts; None: all. each: seconds per prompt character.
 
         If a prompt shares its beginning with a prompt in prefill, it waits until that beginning has run, and copies it.
         Starts and copies count as characters and take at most about half of the budget; the rest of them follow in the
@@ -210,19 +209,22 @@ class Scheduler:
         """
         starts: list[tuple[Sequence, Found | None]] = []
         spent, held = 0, self.contents.num_held
+        self.queue.begin()
         copying, self.copying = self.copying, []
         for sequence, source, length in copying:
-            if 2 * spent < budget and (held[source] >= length or not self.contents.in_prefill[source]):
+            may_run = only is None or self.queue.client_of(sequence) in only
+            if may_run and 2 * spent < budget and (held[source] >= length or not self.contents.in_prefill[source]):
                 spent += self._start(sequence, starts)
             else:
                 self.copying.append((sequence, source, length))
         while self.num_free and 2 * spent < budget:
-            first = self.queue.pop(below_share=not self.num_open)
+            first = self.queue.pop(not self.num_open, only)
             if first is None:
                 break
             first.scheduled_at = now
             spent += self._start(first, starts)
-        return Plan(starts, self._pieces(max(budget - spent, min(budget, MIN_PREFILL))) if self.prefilling else [])
+        budget = max(budget - spent, min(budget, MIN_PREFILL))
+        return Plan(starts, self._pieces(budget, only, each) if self.prefilling else [])
 
     def copied(self, slot: int, length: int) -> None:
         """Record that the first `length` positions of another slot were copied into `slot`."""
@@ -235,9 +237,6 @@ class Scheduler:
         sequence.num_run += length
         self.contents.num_held[slot] += length
         self.contents.in_prefill[slot] &= not piece.is_last
-        client, kind = self.queue.client_of(sequence), sequence.is_only_scored
-        client.prompt_tags[kind] += length / client.weight
-        self._prompt_times[kind] += length / sum(self._prompt_weights[kind].values())
         if piece.choose:
             self.prefilling.remove(sequence)
             self.is_decoding[slot] = True
@@ -260,8 +259,6 @@ class Scheduler:
         """Give a slot to a sequence, or let it wait for the prefix that it will copy. Return the cost in characters."""
         found = self.contents.find(sequence)
         cost, length = 1 + self.contents.num_compared // COMPARED_PER_CHARACTER, found.length if found else 0
-        if sequence.charged is None:
-            self.queue.charge(sequence, sequence.num_prompt_left - length + sequence.request.max_tokens)
         if found is not None and not found.is_ready:
             self.copying.append((sequence, found.source, length))
             return cost
@@ -282,15 +279,17 @@ class Scheduler:
         starts.append((sequence, found))
         return cost + len(sequence.request.prompt) // STARTED_PER_CHARACTER
 
-    def _pieces(self, budget: int) -> list[Piece]:
+    def _pieces(self, budget: int, only: set[Client] | None, each: float) -> list[Piece]:
         stop_at: dict[int, int] = {}  # slot -> the position at which it must stop so that waiting sequences can copy
         for _, source, length in self.copying:
             limit = self.contents.last_chance(length)
             stop_at[source] = min(limit, stop_at.get(source, limit))
         pieces: list[Piece] = []
-        for sequence in self._in_order():
+        for sequence in self._in_order(each):
             if budget <= 0:
                 break
+            if only is not None and self.queue.client_of(sequence) not in only:
+                continue
             slot = sequence.slot
             assert slot is not None
             length = min(sequence.num_prompt_left, budget if pieces else max(budget, self.piece))
@@ -303,32 +302,24 @@ class Scheduler:
                 budget -= length
         return pieces
 
-    def _in_order(self) -> list[Sequence]:
-        """Return the prompts in slots in the order in which they run.
+    def _in_order(self, each: float) -> list[Sequence]:
+        """Return the prompts in slots in the order in which they run. each: seconds per prompt character.
 
-        The client whose prompts have run the fewest characters, relative to its weight, comes first. Shorter prompts
-        break ties. A client's second prompt is placed as if its first one had run, and so on.
-
-        A client that had no prompts begins at the virtual time, which a client with exactly its fair part would have
-        reached. Sequences that are only scored come last, because latency matters less to them than to streams. In
-        every fourth step they come first, so that they make progress. A prompt moves up to the place of a sequence that
-        waits to copy from it.
+        The client that is furthest behind comes first. A client's second prompt is placed as if its first one had run,
+        and so on. Shorter prompts break ties. Sequences that are only scored come last, because latency matters less
+        to them than to streams. In every fourth step they come first, so that they make progress. A prompt moves up to
+        the place of a sequence that waits to copy from it.
         """
         self._turn += 1
         left = [(sequence, sequence.slot, sequence.num_prompt_left) for sequence in self.prefilling]
         lent = [(sequence, slot, length - int(self.contents.num_held[slot])) for sequence, slot, length in self.copying]
-        before, self._prompt_weights = self._prompt_weights, [{}, {}]
         are_scores_first = self._turn % SCORING_TURN == 0
-        starts: dict[tuple[bool, Client], float] = {}  # virtual start time of each client's next prompt
+        starts: dict[tuple[bool, Client], float] = {}  # of each client's next prompt
         places: dict[int | None, tuple[bool, float, int]] = {}  # by slot
         for sequence, slot, num_left in [*left, *lent]:
             client, kind = self.queue.client_of(sequence), sequence.is_only_scored
-            if client not in self._prompt_weights[kind]:
-                self._prompt_weights[kind][client] = client.weight
-                if client not in before[kind]:
-                    client.prompt_tags[kind] = max(client.prompt_tags[kind], self._prompt_times[kind])
-            start = starts.get((kind, client), client.prompt_tags[kind])
-            starts[kind, client] = start + num_left / client.weight
+            start = starts.get((kind, client), -client.lag)
+            starts[kind, client] = start + num_left * each / client.weight
             place = (kind != are_scores_first, start, num_left)
             places[slot] = min(place, places.get(slot, place))
         return sorted(self.prefilling, key=lambda sequence: places[sequence.slot])

@@ -15,9 +15,6 @@ from service.constrain.automaton import Automaton, Guide, MinimumLength, StopPat
 from service.engine.runner import NONE, Piece, Report
 from service.wire import FinishReason, Logprobs, Submit, Tried
 
-# The host follows this many partial matches of a stop pattern in the time in which one row runs one decode step.
-FOLLOWED_PER_ROW = 128
-
 
 class StopMatcher:
     """Finds stop sequences in a stream of ids, one id at a time (Knuth, Morris & Pratt 1977).
@@ -99,7 +96,7 @@ class Sequence:
         self.slot: int | None = None
         self.num_prefilled = 0  # ids of the cut prompt that are in the cache
         self.num_run = 0  # ids of the cut prompt that ran, and were not copied
-        self.charged: int | None = None  # characters charged to its client; None while it waits
+        self.has_left_queue = False
         self.num_emitted = 0  # completion ids emitted
         self.num_cut = 0  # ids at the end that belong to a stop and are not emitted
         self.refused: int | None = None  # the id that ended its pattern; it is not part of the completion
@@ -116,10 +113,8 @@ class Sequence:
                 _automaton(request.constraint), request.max_tokens, minimum, request.may_leave, request.masks
             )
         self._stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
-        self._stop_pattern = None
         if request.stop_pattern is not None:
-            self._stop_pattern = StopPattern(_automaton(request.stop_pattern))
-            self._stops.append(self._stop_pattern)
+            self._stops.append(StopPattern(_automaton(request.stop_pattern)))
         self.num_held = 0  # ids at the end that may begin a stop
         # Ids that may begin a stop. While none of them is held or arrives, `extend_simply` suffices. None: it never
         # does.
@@ -150,16 +145,6 @@ class Sequence:
     @property
     def may_stop(self) -> bool:
         return bool(self._stops)
-
-    @property
-    def time_in_rows(self) -> float:
-        """The time of its next decode step, in rows, including the host's time for its stop pattern."""
-        return 1.0 if self._stop_pattern is None else 1 + self._stop_pattern.num_partial / FOLLOWED_PER_ROW
-
-    @property
-    def num_followed(self) -> int:
-        """The time that the host has spent on its stop pattern, in characters."""
-        return 0 if self._stop_pattern is None else self._stop_pattern.num_followed // FOLLOWED_PER_ROW
 
     @property
     def ends(self) -> list[int]:

@@ -10,6 +10,7 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from service.constrain.regex import compile_regex
+from service.engine.accounts import behind, settle
 from service.engine.fair_queue import FairQueue
 from service.engine.scheduler import BusyError, Scheduler, reserved_slots
 from service.engine.sequence import Sequence, StopMatcher
@@ -274,30 +275,38 @@ def refuses(scheduler, client):
 
 @given(st.integers(0, 10_000), st.lists(st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0]), min_size=2, max_size=5))
 @settings(max_examples=50)
-def test_clients_that_always_wait_run_characters_by_weight(seed, weights):
-    """Within one sequence's cost of each, whatever the costs (Goyal, Vin & Cheng 1996, theorem 1)."""
+def test_a_place_goes_to_the_client_that_runs_the_fewest_for_its_weight(seed, weights):
+    """Whatever ends when."""
     r = random.Random(seed)
-    queue = FairQueue(max_running=8)
-    ids, largest = itertools.count(), [r.choice([10, 1000]) for _ in weights]
-    characters = [0.0] * len(weights)
+    queue, ids, running = FairQueue(max_running=60), itertools.count(), []
+    for i, weight in enumerate(weights):
+        for _ in range(400):
+            priority = r.randint(-1000, 1000)
+            queue.add(sequence(next(ids), client=str(i), weight=weight, priority=priority))
+    for step in range(300):
+        if step > 60:
+            ended = running.pop(r.randrange(len(running)))
+            ended.finish_reason = "stop"
+            queue.remove(ended)
+        counts = Counter(int(s.request.client) for s in running)
+        queue.begin()
+        running.append(queue.pop())
+        started = int(running[-1].request.client)
+        by_weight = [counts[i] / weight for i, weight in enumerate(weights)]
+        assert by_weight[started] == min(by_weight)
 
-    def add(i):
-        queue.add(sequence(next(ids), client=str(i), weight=weights[i], priority=r.randint(-1000, 1000)))
 
-    for i in range(len(weights)):
-        add(i)
-        add(i)
-    for _ in range(300):
-        s = queue.pop()
-        i, cost = int(s.request.client), r.randint(1, largest[int(s.request.client)])
-        add(i)
-        queue.charge(s, cost)
-        characters[i] += cost
-        s.num_run, s.finish_reason = cost, "length"
-        queue.remove(s)
-    by_weight = [n / weight for n, weight in zip(characters, weights, strict=True)]
-    for i, j in itertools.combinations(range(len(weights)), 2):
-        assert abs(by_weight[i] - by_weight[j]) <= largest[i] / weights[i] + largest[j] / weights[j] + 1e-6
+def test_in_a_step_the_clients_that_wait_take_turns():
+    """Also one that runs many: it pays for their time, and not with places."""
+    queue, ids = FairQueue(max_running=100), itertools.count()
+    for client, count in ("many", 20), ("few", 20):
+        for _ in range(count):
+            queue.add(sequence(next(ids), client=client))
+    queue.begin()
+    for _ in range(10):
+        queue.pop(only={client for client in queue.clients if client.name == "many"})
+    queue.begin()
+    assert [queue.pop().request.client for _ in range(6)] == ["few", "many"] * 3
 
 
 @given(st.integers(0, 10_000))
@@ -372,93 +381,11 @@ def test_without_fair_queueing_all_clients_share_one_queue():
     assert order == [4, 0, 1, 3, 2]
 
 
-def test_what_an_early_end_did_not_use_is_given_back():
-    """Both ask for 1,000 characters; one stops after one each time, and so starts more often."""
-    queue = FairQueue(max_running=100)
-    starts = {"brief": 0, "long": 0}
-    for id in range(2000):
-        for client in starts:
-            queue.add(sequence(2 * id + (client == "long"), max_tokens=1000, client=client))
-    for _ in range(200):
-        s = queue.pop()
-        starts[s.request.client] += 1
-        queue.charge(s, 1003)
-        s.num_run, s.finish_reason = 3, "stop"
-        s.ids += [0] * (1000 if s.request.client == "long" else 1)
-        queue.remove(s)
-    assert starts["brief"] > 100 * starts["long"]
-
-
-def test_a_newcomer_and_one_that_returns_share_from_now_on():
-    """What the others ran before is over: they do not wait until a newcomer has run as much."""
-    queue, ids = FairQueue(max_running=8), itertools.count()
-
-    def run(count):
-        running = []
-        for _ in range(count):
-            running.append(s := queue.pop())
-            queue.charge(s, 8)
-        for s in running:
-            s.num_run, s.finish_reason = 8, "length"
-            queue.remove(s)
-        return Counter(s.request.client for s in running)
-
-    def wait(client, count):
-        for _ in range(count):
-            queue.add(sequence(next(ids), client=client))
-
-    wait("old", 200)
-    wait("brief", 1)
-    assert run(100) == {"old": 99, "brief": 1}
-    wait("new", 50)
-    wait("brief", 50)
-    turns = run(30)
-    assert all(9 <= turns[client] <= 11 for client in ("old", "new", "brief")), turns
-
-
-def test_a_refund_reaches_no_further_back_than_now():
-    """A newcomer would wait until it is used up."""
-    queue = FairQueue(max_running=8)
-
-    def run(count):
-        running = []
-        for _ in range(count):
-            running.append(s := queue.pop())
-            queue.charge(s, 1000)
-        return running
-
-    for id in range(40):
-        queue.add(sequence(id, client="flood"))
-    for s in run(10):  # of 1,000 characters each none was used
-        s.finish_reason = "abort"
-        queue.remove(s)
-    for id in range(40, 50):
-        queue.add(sequence(id, client="new"))
-    assert Counter(s.request.client for s in run(10)) == {"flood": 5, "new": 5}
-
-
-def test_what_a_stop_pattern_takes_is_charged():
-    """The host follows 128 partial matches for each character, in the time of another one."""
-    queue, pattern = FairQueue(max_running=100), compile_regex(".{128}b", "ab").pack()
-    starts = {"plain": 0, "followed": 0}
-    for id in range(60):
-        for client, stop in ("plain", None), ("followed", pattern):
-            queue.add(sequence(2 * id + (stop is None), max_tokens=1000, client=client, stop_pattern=stop))
-    for _ in range(45):
-        s = queue.pop()
-        starts[s.request.client] += 1
-        queue.charge(s, 1003)
-        s.num_run = 3
-        s.extend([0] * 1000)
-        queue.remove(s)
-    assert starts == {"plain": 30, "followed": 15}
-
-
-def test_newcomers_do_not_wait_until_a_refund_is_used_up():
+def test_newcomers_start_before_what_waits_of_a_flood():
     scheduler = fair(4)
     fill(scheduler, 100)
     for id in started(scheduler):
-        scheduler.finish(id, "abort")  # of 1,000 characters each none was used
+        scheduler.finish(id, "abort")
     started(scheduler)
     fill(scheduler, 3, client="new", first=1000)
     assert started(scheduler) == [1000]  # the reserve
@@ -550,7 +477,7 @@ def num_calls(number):
         sys.setprofile(before)
     queue = scheduler.queue
     assert not queue._clients and not queue._lengths and not queue.num_waiting
-    assert len(queue._by_tag) < 100 and len(queue._by_running) < 100
+    assert len(queue._places) < 100
     return calls
 
 
@@ -569,7 +496,7 @@ def test_clients_take_turns_and_the_shortest_prompt_is_first(is_fair, order):
     for id, (client, prompt) in enumerate([("a", 9), ("a", 8), ("b", 6), ("c", 5), ("c", 2)]):
         scheduler.add(sequence(id, prompt=prompt, client=client))
     scheduler.schedule(0.0, 12)  # all start, none runs
-    assert [s.id for s in scheduler._in_order()] == order
+    assert [s.id for s in scheduler._in_order(1.0)] == order
 
 
 def test_who_waits_for_anothers_prompt_lends_it_its_place():
@@ -583,13 +510,12 @@ def test_who_waits_for_anothers_prompt_lends_it_its_place():
     scheduler.add(Sequence(Submit(5, [*header, 2], 1, SamplingParams(), client="b")))
     scheduler.schedule(0.0, 2)
     assert [s.id for s in scheduler.prefilling] == [0, 1, 2, 3, 4]
-    assert scheduler._in_order()[0].id == 4  # as b's only prompt needs its first 40 characters
+    assert scheduler._in_order(1.0)[0].id == 4  # as b's only prompt needs its first 40 characters
 
 
 @pytest.mark.parametrize("max_tokens", [5, 0])
 def test_a_long_prompt_runs_beside_ever_new_short_ones(max_tokens):
-    """Which alone would take the whole of each step. A ninth of the characters is its client's part; a text that is
-    only scored gets a fourth of the steps."""
+    """Which alone would take the whole of each step. A ninth of the characters is its client's part."""
     scheduler, ids = fair(16), itertools.count(1)
     options = {} if max_tokens else {"logprobs": 0, "score_from": 1}
     long = sequence(0, prompt=600, max_tokens=max_tokens, client="long", **options)
@@ -601,6 +527,10 @@ def test_a_long_prompt_runs_beside_ever_new_short_ones(max_tokens):
                 scheduler.finish(s.id, "abort")
         for _ in range(8 - len(scheduler)):
             scheduler.add(sequence(next(ids), prompt=9, client=f"short {next(ids)}"))
-        run(scheduler, scheduler.schedule(0.0, 32))
+        plan = scheduler.schedule(0.0, 32, behind(scheduler.queue.clients, 32.0) or None)
+        for piece in plan.pieces:  # a character takes a second
+            scheduler.queue.client_of(piece.sequence).used += len(piece.ids)
+        settle(scheduler.queue.clients, sum(len(piece.ids) for piece in plan.pieces), 32.0)
+        run(scheduler, plan)
         steps += 1
-        assert steps < (9 if max_tokens else 4) * 600 / 20
+        assert steps < 9 * 600 / 20
