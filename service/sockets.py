@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from service.wire import Abort, Copies, FromWorker, Hello, Refused, Step, Submit, ToWorker
+from service.wire import Abort, FromWorker, Hello, Refused, Step, Submits, ToWorker
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class WorkerSide:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._connections: dict[int, _Connection] = {}
-        self._messages: list[tuple[int, Submit | Copies | Abort | ConsumerLost]] = []
+        self._messages: list[tuple[int, Submits | Abort | ConsumerLost]] = []
 
     @property
     def is_connected(self) -> bool:
@@ -119,7 +119,7 @@ class WorkerSide:
         with contextlib.suppress(BlockingIOError):
             self._wake_write.send(b"\0")
 
-    def receive(self, block: bool) -> list[tuple[int, Submit | Copies | Abort | ConsumerLost]]:
+    def receive(self, block: bool) -> list[tuple[int, Submits | Abort | ConsumerLost]]:
         """Return messages with the HTTP process of each. With `block`, wait up to IDLE_SECONDS for one."""
         for key, events in self._selector.select(IDLE_SECONDS if block else 0):
             if key.fileobj is self._listener:
@@ -212,7 +212,7 @@ class HttpSide:
         self.connected_workers: list[int] = []
         self._tasks = [asyncio.create_task(self._keep_connected(folder, i)) for i in range(num_workers)]
 
-    def send(self, item: Submit | Copies | Abort, worker_id: int) -> None:
+    def send(self, item: Submits | Abort, worker_id: int) -> None:
         """Send to a worker. The frame is dropped if that worker is gone, which WorkerLost reports."""
         connection = self._connections.get(worker_id)
         if connection is not None:

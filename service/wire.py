@@ -35,7 +35,7 @@ class Hello(msgspec.Struct, gc=False, array_like=True, tag=True):
     consumer_id: int
 
 
-class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
+class Submit(msgspec.Struct, gc=False, array_like=True):
     """One sequence to run: a prompt and how to continue it."""
 
     id: int
@@ -58,7 +58,7 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     logprob_ids: tuple[int, ...] = ()  # report the log-probabilities of these ids instead of the likeliest
     score_from: int | None = None  # report the prompt's log-probabilities too, from this index (at least 1) on
     priority: int = 0  # among the client's own sequences; lower runs first
-    seen: list[int] = []  # for penalties: distinct ids that were cut off before the prompt
+    seen: tuple[int, ...] = ()  # for penalties: distinct ids that were cut off before the prompt
     must_run: bool = False  # accepted already, with its request or by a lost worker
     request_id: str = ""  # for the log
     client: str = ""  # the client of the sequence; clients share the worker fairly
@@ -66,29 +66,35 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     model: int = 0  # id of the version of a checkpoint (catalog.py)
     reuse_group: str = ""  # keys and values are copied only between sequences of one group
 
-
-def share(request: Submit, before: Submit) -> None:
-    """Keep equal parts of two sequences once. Both are usually of one request, but each arrived with its own copy."""
-    for name in ("stop", "stop_pattern", "constraint", "minimum", "logprob_ids", "seen", "reuse_group"):
-        value = getattr(before, name)
-        if value and getattr(request, name) == value:
-            setattr(request, name, value)
-    biases = before.sampling.logit_bias
-    if biases and request.sampling.logit_bias == biases:
-        msgspec.structs.force_setattr(request.sampling, "logit_bias", biases)
+    @property
+    def shared(self) -> tuple[object, ...]:
+        """Everything but id, seed and prompt, as the sequences of one request differ in no other sampling parameter."""
+        _, _, max_tokens, _, *others = msgspec.structs.astuple(self)
+        return max_tokens, *others
 
 
-class Copies(msgspec.Struct, gc=False, array_like=True, tag=True):
-    """Sequences that differ in id and seed. All are accepted, or the first is refused and the others never existed."""
+class Submits(msgspec.Struct, gc=False, array_like=True, tag=True):
+    """Sequences of one request that differ in id, seed and prompt alone. What they share is sent and kept once."""
 
-    submit: Submit  # the first
-    others: list[tuple[int, int]]  # id and seed of each other one
+    first: Submit
+    others: list[tuple[int, int, list[int] | None]]  # id, seed, and prompt; None: that of the one before
+
+    @classmethod
+    def of(cls, submits: list[Submit]) -> Submits:
+        """submits: equal prompts should be the same list, one after the other."""
+        before, others = submits[0].prompt, []
+        for submit in submits[1:]:
+            others.append((submit.id, submit.sampling.seed, None if submit.prompt is before else submit.prompt))
+            before = submit.prompt
+        return cls(submits[0], others)
 
     def each(self) -> Iterator[Submit]:
-        yield self.submit
-        for id, seed in self.others:
-            sampling = msgspec.structs.replace(self.submit.sampling, seed=seed)
-            yield msgspec.structs.replace(self.submit, id=id, sampling=sampling, must_run=True)
+        first, prompt = self.first, self.first.prompt
+        yield first
+        for id, seed, its in self.others:
+            prompt = its or prompt
+            sampling = msgspec.structs.replace(first.sampling, seed=seed)
+            yield msgspec.structs.replace(first, id=id, prompt=prompt, sampling=sampling)
 
 
 class Abort(msgspec.Struct, gc=False, array_like=True, tag=True):
@@ -210,5 +216,5 @@ class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
         return cls(sequences, counts, ids.tobytes(), others)
 
 
-ToWorker = Hello | Submit | Copies | Abort
+ToWorker = Hello | Submits | Abort
 FromWorker = Hello | Step | Refused

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from service.model.params import SamplingParams
-from service.wire import Delta, Logprobs, Step, Submit, Tried, consumer_of, sequence_id, share
+from service.wire import Delta, Logprobs, Step, Submit, Submits, Tried, consumer_of, sequence_id
 
 
 def test_the_id_of_a_sequence_is_unique_and_names_its_process():
@@ -15,18 +15,28 @@ def test_the_id_of_a_sequence_is_unique_and_names_its_process():
     assert all(consumer_of(id) == consumer for id, consumer in ids.items())
 
 
-def test_only_equal_parts_of_two_sequences_are_shared():
-    def arrived(number):
-        sampling = SamplingParams(logit_bias=((3, float(number)),))
-        sent = Submit(1, [1], 1, sampling, stop=((1, 2),), constraint=b"automaton", minimum=bytes([number]), seen=[7])
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Submit)
+def test_sequences_of_a_request_are_sent_and_kept_once():
+    """But for id, seed and prompt."""
+    prompts, options = [[1, 2], [3]], {"stop": ((1, 2),), "constraint": b"automaton", "seen": (7,)}
+    biases = ((3, 1.0),)
+    submits = [
+        Submit(id, prompts[id // 2], 5, SamplingParams(seed=10 + id, logit_bias=biases), **options) for id in range(4)
+    ]
+    message = Submits.of(submits)
+    sent = msgspec.msgpack.encode(message)
+    assert sent.count(b"automaton") == 1 and [it for *_, it in message.others] == [None, [3], None]
+    arrived = [*msgspec.msgpack.decode(sent, type=Submits).each()]
+    assert arrived == submits
+    first, second, third, fourth = arrived
+    assert first.prompt is second.prompt and third.prompt is fourth.prompt
+    assert first.constraint is fourth.constraint and first.sampling.logit_bias is fourth.sampling.logit_bias
 
-    first, equal, other = arrived(1), arrived(1), arrived(2)
-    for request in (equal, other):
-        share(request, first)
-        assert request.stop is first.stop and request.constraint is first.constraint and request.seen is first.seen
-    assert equal == arrived(1) and other == arrived(2)
-    assert equal.minimum is first.minimum and equal.sampling.logit_bias is first.sampling.logit_bias
+
+def test_what_differs_in_more_is_not_sent_together():
+    one = Submit(1, [1], 5, SamplingParams(seed=1), constraint=b"automaton")
+    assert one.shared == msgspec.structs.replace(one, id=2, prompt=[2], sampling=SamplingParams(seed=2)).shared
+    for change in {"score_from": 1}, {"minimum": b"length"}, {"constraint": None}, {"masks": False}, {"max_tokens": 4}:
+        assert one.shared != msgspec.structs.replace(one, **change).shared
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])

@@ -10,7 +10,6 @@ import bisect
 import contextlib
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from service.engine.fair_queue import Client
 from service.engine.runner import FAILED, Outcome, Piece, Runner
 from service.engine.scheduler import MIN_PREFILL, Plan, Scheduler
 from service.engine.sequence import Sequence
-from service.wire import Delta, FinishReason, Logprobs, Submit, floats, share
+from service.wire import Delta, FinishReason, Logprobs, Submit, floats
 from service.words import plural
 
 logger = logging.getLogger(__name__)
@@ -148,7 +147,6 @@ class Engine:
         self._decode_cost = Cost(each=step_seconds)  # cost of one step, by rows; the first call has one step
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
         self._ended: list[Delta] = []  # deltas that the current step returns, or the next one
-        self._submitted: Callable[[], Sequence | None] = lambda: None  # weak reference to the last submitted sequence
         self._submit_seconds = 0.0  # since the last step
         self._in_flight: list[Batch] = []  # calls that the last step launched, if the runner is asynchronous
         self._num_failures = 0  # failed calls in a row
@@ -168,11 +166,8 @@ class Engine:
         Raises:
             BusyError: the client can use no free slot, and the queue is full for it. Nothing was queued.
         """
-        if (before := self._submitted()) is not None:
-            share(request, before.request)
         began = self.clock()
         sequence = Sequence(request, began, self.config.receptive_field)
-        self._submitted = weakref.ref(sequence)
         self.scheduler.add(sequence)
         seconds = self.clock() - began
         self._charge([sequence], seconds)
@@ -308,7 +303,7 @@ class Engine:
             request, slot = sequence.request, sequence.slot
             assert slot is not None
             with self._isolated([sequence]):
-                self.runner.start(slot, request.sampling, request.seen + request.prompt, sequence.ends)
+                self.runner.start(slot, request.sampling, [*request.seen, *request.prompt], sequence.ends)
                 if found is not None:
                     self.runner.copy(found.source, slot, found.length)
                     self.scheduler.copied(slot, found.length)

@@ -25,7 +25,7 @@ from service.observe.logs import configure_logging
 from service.process import become, spare_old_objects, trim_memory
 from service.shared import SharedState
 from service.sockets import IDLE_SECONDS, ConsumerLost, WorkerSide
-from service.wire import Abort, Copies, Delta, Refused, Step, Submit, consumer_of
+from service.wire import Abort, Delta, Refused, Step, Submit, Submits, consumer_of
 
 if TYPE_CHECKING:
     from service.catalog import Version
@@ -125,7 +125,7 @@ class EngineLoop(LitLoop):
         self._stopping = False
         self._flush_at = 0.0
         self._is_trimmed = True  # whether no message has arrived since memory was trimmed
-        self._early: list[tuple[int, Submit]] = []  # requests for models that this process may be about to load
+        self._early: list[tuple[int, Submits]] = []  # requests for models that this process may be about to load
 
     def __call__(self, *arguments: Any) -> None:
         try:
@@ -186,16 +186,15 @@ class EngineLoop(LitLoop):
         host.ran(hosted, seconds)
 
     def _handle(
-        self, lit_api: EngineAPI, sockets: WorkerSide, message: Submit | Copies | Abort | ConsumerLost, consumer_id: int
+        self, lit_api: EngineAPI, sockets: WorkerSide, message: Submits | Abort | ConsumerLost, consumer_id: int
     ) -> None:
         host = lit_api.host
         match message:
-            case Submit():
-                self._submit(lit_api, sockets, message, consumer_id)
-            case Copies():
-                all(self._submit(lit_api, sockets, submit, consumer_id) for submit in message.each())
+            case Submits():
+                for submit in message.each():
+                    self._submit(lit_api, sockets, submit, consumer_id)
             case Abort(id):
-                self._early = [it for it in self._early if it[1].id != id]
+                self._early = [it for it in self._early if it[1].first.id != id]
                 for hosted in host.models.values():
                     hosted.engine.abort(id)
             case ConsumerLost():
@@ -205,23 +204,20 @@ class EngineLoop(LitLoop):
                         if consumer_of(id) == consumer_id:
                             hosted.engine.abort(id)
 
-    def _submit(self, lit_api: EngineAPI, sockets: WorkerSide, submit: Submit, consumer_id: int) -> bool:
-        """Submit a sequence. Return False if it is refused."""
+    def _submit(self, lit_api: EngineAPI, sockets: WorkerSide, submit: Submit, consumer_id: int) -> None:
         host = lit_api.host
         if submit.model not in host.models and host.is_behind:
-            self._early.append((consumer_id, submit))
-            return True
+            self._early.append((consumer_id, Submits(submit, [])))
+            return
         try:
             hosted = host.models[submit.model]  # KeyError: replaced before this process started
             hosted.submit(submit, lit_api.settings.max_queue_seconds)
         except BusyError as error:
             seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(submit))))
             sockets.send(Refused(submit.id, str(error), seconds), consumer_id)
-            return False
         except Exception:  # only this request fails
             logger.exception("a sequence could not be queued", extra={"request_ids": [submit.request_id]})
             sockets.send(Step.of([Delta(submit.id, [], "error")]), consumer_id)
-        return True
 
     def _stop(self, *_: Any) -> None:
         """Handle SIGTERM: exit when no HTTP process is connected any more. The HTTP processes end first."""

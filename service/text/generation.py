@@ -55,7 +55,7 @@ def plan(
     hold: Callable[[int], None] = lambda num_ids: None,
     allowance: int | None = None,
 ) -> Work[Plan]:
-    """Return what a request runs. It replaces the request's prompts and suffix by nothing, as it keeps their ids.
+    """Return what a request runs. It keeps none of the request's texts.
 
     make_seed: gives a seed for a request without one. hold: called with the number of ids, before a text that is not
     short is encoded. allowance: most characters that may run for exact answers, or None.
@@ -76,8 +76,6 @@ def plan(
         suffix = (yield from encoder.encode(request.suffix, "suffix"))[: model.receptive_field]
         if not suffix:
             raise invalid("suffix", "none of its characters is in the vocabulary")
-    request.prompt, request.suffix = [], None
-    del prompts
     seeds = request.seed
     if not isinstance(seeds, list):
         seeds = [make_seed() if seeds is None else seeds for _ in ids]

@@ -70,7 +70,7 @@ class Body(BaseModel):
     The validation's context, a list, gets the names of unknown fields, unless they are probably typos of known ones.
     """
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
     path: ClassVar[str] = ""  # prefix of this body's fields in errors
 
     @model_validator(mode="before")

@@ -48,7 +48,7 @@ class TextScore(NamedTuple):
 
 
 def plan_scores(model: TextModel, request: ScoreRequest, limits: Limits, encoder: Encoder) -> Work[ScorePlan]:
-    """Return what a request runs. The request's texts are replaced by nothing.
+    """Return what a request runs. It keeps none of the request's texts.
 
     Raises InvalidRequestError: there are too few or too many texts; otherwise as `encode` and `begun`.
     """
@@ -73,8 +73,6 @@ def plan_scores(model: TextModel, request: ScoreRequest, limits: Limits, encoder
             ids = ids if first == before else before + ids
             ids = ids if last == before else ids + before
         prompts.append(ids)
-    request.texts, request.prefix, request.continuations = None, "", None
-    del texts
     first_scored = max(1, len(before))
     scored = (i for i, prompt in enumerate(prompts) if len(prompt) > first_scored)
     order, sampling, submits = sorted(scored, key=lambda i: len(prompts[i])), SamplingParams(), []
@@ -124,13 +122,12 @@ def plan_next(
 ) -> Work[tuple[list[Submit], int]]:
     """Return the sequences that give distributions, and the number of characters of the prompts.
 
-    The request's prompts are replaced by nothing. Raises InvalidRequestError.
+    Raises InvalidRequestError.
     """
     prompts = request.prompts
     if not 1 <= len(prompts) <= limits.max_prompts:
         raise invalid("prompt", f"the number of prompts must be in [1, {limits.max_prompts}], got {len(prompts)}")
     ids = yield from encoder.encode_prompts([*prompts], isinstance(request.prompt, list))
-    prompts = request.prompt = []  # not both prompts and ids
     sampling = SamplingParams(temperature=0.0)
     submits = [Submit(0, begun(model, prompt, "prompt"), 1, sampling, logprobs=model.vocab_size) for prompt in ids]
     return submits, sum(map(len, ids))

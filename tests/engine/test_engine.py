@@ -350,15 +350,6 @@ def test_a_long_prompt_beside_short_ones_makes_no_long_step(make, backend, monke
     assert max(first.values()) <= 3  # 512 characters in steps of 256, and a slot for each
 
 
-def test_what_the_sequences_of_a_request_share_is_kept_once(make):
-    engine = make()
-    parts = [SamplingParams(logit_bias=tuple([(1, 2.0)])) for _ in range(2)]
-    first, second = (engine.submit(Submit(i, [1], 5, parts[i], stop=tuple([(3, 4)]))).request for i in range(2))
-    assert first.stop is second.stop and first.sampling.logit_bias is second.sampling.logit_bias
-    other = Submit(2, [1], 5, SamplingParams(logit_bias=((1, 3.0),)), stop=((3, 5),))
-    assert engine.submit(other).request.stop == ((3, 5),) and other.sampling.logit_bias == ((1, 3.0),)
-
-
 def test_the_prompt_of_a_sequence_that_has_ended_is_not_kept(make):
     engine, submitted = make(), request(0)
     prompt = submitted.prompt

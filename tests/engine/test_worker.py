@@ -7,7 +7,7 @@ from service.engine.engine import Engine
 from service.engine.host import DrainRate
 from service.engine.worker import EngineLoop
 from service.model.params import SamplingParams
-from service.wire import Submit
+from service.wire import Submit, Submits
 from tests.helpers import random_model
 
 
@@ -34,10 +34,10 @@ def test_a_sequence_that_cannot_be_queued_ends_alone(caplog):
     api = SimpleNamespace(host=SimpleNamespace(models={0: hosted}), settings=SimpleNamespace(max_queue_seconds=60))
     sockets = SimpleNamespace(send=lambda frame, consumer: frames.append((frame, consumer)))
     loop = EngineLoop()
-    loop._handle(api, sockets, Submit(7, [1], 3, SamplingParams(), stop_pattern=b"not an automaton"), 1)
+    loop._handle(api, sockets, Submits(Submit(7, [1], 3, SamplingParams(), stop_pattern=b"not an automaton"), []), 1)
     [(frame, consumer)] = frames
     assert consumer == 1 and [(delta.id, delta.finish_reason) for delta in frame.deltas] == [(7, "error")]
     assert "a sequence could not be queued" in caplog.text
-    loop._handle(api, sockets, Submit(8, [1], 3, SamplingParams()), 1)
+    loop._handle(api, sockets, Submits(Submit(8, [1], 3, SamplingParams()), []), 1)
     ended = [delta.id for _ in range(5) for delta in engine.step() if delta.finish_reason is not None]
     assert ended == [8] and len(frames) == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from service.catalog import Version
@@ -24,7 +25,7 @@ from service.observe.metrics import Metrics
 from service.shared import REASONS, SharedState
 from service.sockets import ConsumerLost, WorkerSide
 from service.text.exact import Bounds, Exact, candidate_seed
-from service.wire import Abort, Copies, Delta, Refused, Step, Submit, Tried
+from service.wire import Abort, Delta, Refused, Step, Submit, Submits, Tried
 from tests.helpers import logprobs_of
 from tests.toolbox.http import PATIENCE
 
@@ -36,7 +37,8 @@ class Peer:
     """A worker that the test plays, and the client connected to it."""
 
     def __init__(self, worker):
-        self.worker, self.received = worker, []
+        self.worker, self.received = worker, []  # sequences, also of a message of several, and aborts
+        self.messages = []  # that have sequences
         self.registry = CollectorRegistry()
         self.state = SharedState()
         self.state.beat("worker-0")
@@ -44,8 +46,12 @@ class Peer:
     async def until(self, condition):
         async with asyncio.timeout(PATIENCE):
             while not condition():
-                messages = [message for _, message in self.worker.receive(block=False)]
-                self.received += [message for message in messages if message != ConsumerLost()]
+                for _, message in self.worker.receive(block=False):
+                    if isinstance(message, Submits):
+                        self.messages.append(message)
+                        self.received += message.each()
+                    elif message != ConsumerLost():
+                        self.received.append(message)
                 await asyncio.sleep(0)
 
     async def lose_worker(self):
@@ -152,8 +158,7 @@ async def received(peer, count):
     """The ids of that many candidates, in order."""
 
     def ids():
-        messages = [it for it in peer.received if isinstance(it, Submit | Copies)]
-        return [submit.id for it in messages for submit in (it.each() if isinstance(it, Copies) else [it])]
+        return [it.id for it in peer.received if isinstance(it, Submit)]
 
     await peer.until(lambda: len(ids()) >= count)
     assert len(ids()) == count
@@ -164,11 +169,11 @@ async def test_candidates_are_sent_until_there_are_all_answers(peer):
     exact = exact_answers()
     generation = start_exact(peer, exact)
     first, second = await received(peer, 2)
-    assert [it.sampling.seed for it in peer.received[0].each()] == [0, candidate_seed(0, 1)]
-    assert not peer.received[0].submit.must_run and not peer.received[0].submit.masks
+    assert [it.sampling.seed for it in peer.received] == [0, candidate_seed(0, 1)]
+    assert not any(it.must_run or it.masks for it in peer.received)
     peer.send(mismatch(second), match(first))
     _, _, third, fourth = await received(peer, 4)  # in one message, as one of two matched
-    assert len(peer.received) == 2 and peer.received[1].submit.must_run
+    assert len(peer.messages) == 2 and peer.received[2].must_run and peer.received[3].must_run
     peer.send(match(third))
     whole = asyncio.create_task(generation.whole())
     await peer.until(lambda: Abort(fourth) in peer.received)  # it is needless
@@ -241,7 +246,7 @@ async def test_idle_workers_take_turns_and_come_before_busy_ones(sockets):
     async def until(condition):
         while not condition():
             for number, worker in enumerate(workers):
-                received[number] += sum(isinstance(it, Submit) for _, it in worker.receive(block=False))
+                received[number] += sum(isinstance(it, Submits) for _, it in worker.receive(block=False))
             await asyncio.sleep(0)
 
     async with client.connected():
@@ -280,7 +285,7 @@ async def test_a_prompt_travels_without_what_no_logit_depends_on(peer):
     await peer.until(lambda: len(peer.received) == len(given))
     sent = [(len(it.prompt), it.score_from) for it in peer.received]
     assert sent == [(field, None), (field, None), (field, None), (40, 1), (17, 7)]
-    assert [it.seen for it in peer.received] == [[], [], [0, 1], [], []]
+    assert [it.seen for it in peer.received] == [(), (), (0, 1), (), ()]
     assert peer.received[4].prompt == prompt[23:]
     assert [len(it.prompt) for it in given] == [40, field, 40, 40, 40]
     generation.abort()
@@ -366,7 +371,10 @@ async def test_candidates_that_lost_their_worker_run_again(peer):
     await peer.until(lambda: len(found) == 1)
     await peer.lose_worker()
     await received(peer, 3)
-    assert peer.received[1].id == second and peer.received[1].sampling.seed == candidate_seed(0, 1)
+    assert peer.received[2] == replace(
+        peer.received[1], must_run=True, timeout_seconds=peer.received[2].timeout_seconds
+    )
+    assert peer.received[2].id == second
     peer.send(match(second, logprobs=logprobs_of([-2.5, -3.5])))
     await peer.until(task.done)
     assert [(it.number, it.text, it.seed, it.finish_reason, it.is_exact) for it in found] == [

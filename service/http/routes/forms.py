@@ -36,7 +36,7 @@ from service.http.schema.answers import (
     Usage,
     usage,
 )
-from service.http.schema.requests import StreamedRequest
+from service.http.schema.requests import StreamOptions
 from service.text.encoding import Encoder
 from service.text.exact import Exact
 from service.text.pieces import Piece
@@ -76,13 +76,14 @@ class Form:
         model: Model,
         encoder: Encoder,
         seeds: list[int],
-        body: StreamedRequest,
+        stream_options: StreamOptions,
         exact: Exact | None,
     ):
         self._service, self.request, self._model, self.model = service, request, model, model.name
-        self.continuous_usage = body.stream_options.continuous_usage_stats
+        self.include_usage = stream_options.include_usage
+        self.continuous_usage = stream_options.continuous_usage_stats
         self._characters = encoder.tokenizer.characters
-        self._encoder, self._seeds, self._body, self._exact = encoder, seeds, body, exact
+        self._encoder, self._seeds, self._exact = encoder, seeds, exact
         self._offsets: dict[int, int] = {}  # characters written of each choice, if log-probabilities are reported
 
     @property
@@ -206,7 +207,6 @@ class CompletionForm(Form):
     def __init__(self, service: Service, request: Request, *arguments: Any):
         super().__init__(service, request, *arguments)
         self.id, self.created = f"cmpl-{request.id}", int(time.time())
-        self.include_usage = self._body.stream_options.include_usage
         self.continuous_usage = self.continuous_usage and self.include_usage
 
     def answer(self, choices: Any, receipt: Receipt) -> Completion:

@@ -29,23 +29,24 @@ async def _answer(service: Service, request: Request, kind: type[StreamedRequest
     limits, allowance = service.text_limits, service.limits.characters_per_minute(request.client)
     encoder, hold = Encoder(limits, model, body), functools.partial(service.hold, request, body)
     planned = await service.run(request, plan(model, body, limits, encoder, service.make_seed, hold, allowance))
+    echo, is_stream, interval, options = body.echo, body.stream, body.stream_interval, body.stream_options
+    del body, hold  # its texts need not be kept
     num_rankings = len(planned.submits) if planned.suffix else 0
-    service.admit(request, planned.submits, planned.bounds, echo=body.echo, num_rankings=num_rankings)
+    service.admit(request, planned.submits, planned.bounds, echo=echo, num_rankings=num_rankings)
     request.num_prompt_tokens = planned.num_prompt_characters
     model.count_unknown(encoder)
 
     exact = None if planned.bounds is None else Exact(model, planned.submits, planned.bounds)
-    form = form_class(service, request, model, encoder, planned.seeds, body, exact)
+    form = form_class(service, request, model, encoder, planned.seeds, options, exact)
     pieces: Pieces
     if planned.chooses:
         pieces = service.answer(request, answers(model, planned), None if planned.suffix else planned.echo)
     else:
-        default = service.settings.stream_interval_seconds
-        interval = default if body.stream_interval is None else body.stream_interval
+        interval = service.settings.stream_interval_seconds if interval is None else interval
         pieces = service.start(
-            request, planned.submits, echo=planned.echo, exact=exact, interval=interval if body.stream else None
+            request, planned.submits, echo=planned.echo, exact=exact, interval=interval if is_stream else None
         )
-    if body.stream:
+    if is_stream:
         await write_stream(request, pieces, form, service.settings.keep_alive_seconds)
     else:
         await write_whole(request, pieces, form)

@@ -37,6 +37,8 @@ async def score(service: Service, request: Request) -> None:
     encoder, is_ranking = Encoder(service.text_limits, model, body), body.texts is None
     service.hold(request, body, num_score_ids(body))
     planned = await service.run(request, plan_scores(model, body, service.text_limits, encoder))
+    shows_characters = body.characters
+    del body  # its texts need not be kept
     request.num_prompt_tokens = planned.num_prompt_characters
     # A quarter of the slots, so that scoring does not starve generations.
     window, pause = max(1, service.slots // 4), Pause(request.client)
@@ -60,7 +62,7 @@ async def score(service: Service, request: Request) -> None:
             item["rank"] = rank
 
     def complete(item: Score) -> list[Score]:
-        if body.characters:
+        if shows_characters:
             has_first = bool(not planned.before and planned.lengths[item["index"]])  # nothing precedes it
             nats: Any = list_parts(_character_nats(logprobs[item["index"]], has_first))
             item["character_nats"] = nats
@@ -107,7 +109,9 @@ async def next_character(service: Service, request: Request) -> None:
     encoder = Encoder(service.text_limits, model, body)
     service.hold(request, body, sum([len(prompt) + 1 for prompt in body.prompts]))
     planned = plan_next(model, body, service.text_limits, encoder)
+    del body  # its texts need not be kept
     submits, num_characters = await service.run(request, planned)
+    del planned
     request.num_prompt_tokens = num_characters
     service.admit(request, submits)
     generation = service.start(request, submits)

@@ -11,9 +11,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from service.observe.metrics import Metrics
 from service.shared import SharedState
 from service.sockets import HttpSide, WorkerEvent, WorkerFound, WorkerLost
 from service.text.exact import Exact
-from service.wire import Abort, Copies, Delta, FinishReason, Refused, Step, Submit, sequence_id
+from service.wire import Abort, Delta, FinishReason, Refused, Step, Submit, Submits, sequence_id
 from service.words import plural
 
 logger = logging.getLogger(__name__)
@@ -144,13 +145,12 @@ class EngineClient:
         self.count(model, "submitted", len(submits))
         for submit in submits:
             submit.model = model.id
-        if exact is not None:
-            candidates = ExactGeneration(self, model, exact, window or self._capacity, arrived_at, interval)
-            candidates.refill(is_accepted)
-            return candidates
-        generation = Generation(self, model, submits, arrived_at, echo, interval)
-        for _ in submits[:window]:
-            self._submit_next(generation, is_accepted)
+        generation = (
+            Generation(self, model, submits, arrived_at, echo, interval, window)
+            if exact is None
+            else ExactGeneration(self, model, exact, window or self._capacity, arrived_at, interval)
+        )
+        generation.refill(is_accepted)
         return generation
 
     def _is_replacing(self, count: int) -> bool:
@@ -158,19 +158,15 @@ class EngineClient:
         is_lost = time.monotonic() < self._lost_at + REPLACING_SECONDS
         return is_lost and len(self._running) + count <= self._capacity
 
-    def _submit_next(self, generation: Generation, must_run: bool) -> None:
-        self.run(generation, [generation.pending.popleft()], must_run)
-
-    def run(self, generation: Generation, sequences: Sequence[SequenceState], must_run: bool) -> None:
-        """Run sequences of a generation. Those of one prompt one after the other differ in id and seed alone."""
+    def run(self, generation: Generation, sequences: list[SequenceState], must_run: bool) -> None:
+        """Run sequences of a generation."""
         self._open[generation] = generation.deadline + LATE_SECONDS
         for sequence in sequences:
             sequence.submit.must_run = must_run
             sequence.submit.id = sequence_id(self.consumer_id, next(self._numbers))
             self._running[sequence.submit.id] = (generation, sequence)
             generation.open.add(sequence.submit.id)
-        for _, some in itertools.groupby(sequences, key=lambda sequence: id(sequence.submit.prompt)):
-            self._send(generation, list(some))
+        self._send(generation, sequences)
 
     def drop(self, sequences: Iterable[SequenceState]) -> None:
         """End sequences that are not needed. Each stays open until its worker reports the characters that ran."""
@@ -184,7 +180,7 @@ class EngineClient:
         self._hungry[generation] = None
 
     def _send(self, generation: Generation, sequences: list[SequenceState]) -> None:
-        """Send sequences of one prompt to a worker, or keep them until one is connected."""
+        """Send sequences to workers, or keep them until one is connected."""
         workers = self._sockets.connected_workers
         if not workers:
             for sequence in sequences:
@@ -193,23 +189,25 @@ class EngineClient:
                     until = min(until, self._lost_at + REPLACING_SECONDS)
                 self._homeless[sequence.submit.id] = until
             return
-        if len(workers) > 1:
-            first = next(self._turns)  # equal workers take turns
-            workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
-            workers.sort(key=lambda w: (not self._is_responsive(w), self.state.load(w)))
-        self.state.assign(self.consumer_id, workers[0], len(sequences))
+        seconds = max(0.0, generation.deadline - time.monotonic())
+        prompts: dict[tuple[int, int, bool], tuple[list[int], tuple[int, ...]]] = {}
+        messages: dict[tuple[Any, ...], list[Submit]] = {}  # by worker, and what the sequences of a message share
         for sequence in sequences:
             self._homeless.pop(sequence.submit.id, None)
+            if len(workers) > 1:
+                first = next(self._turns)  # equal workers take turns
+                workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
+                workers.sort(key=lambda w: (not self._is_responsive(w), self.state.load(w)))
             sequence.worker = workers[0]
+            self.state.assign(self.consumer_id, sequence.worker, 1)
             sequence.runs += 1
-        submit, *others = [sequence.submit for sequence in sequences]
-        submit.timeout_seconds = max(0.0, generation.deadline - time.monotonic())
-        if len(submit.prompt) > generation.model.receptive_field:
-            submit = self._shortened(generation, submit)
-        if others:
-            self._sockets.send(Copies(submit, [(it.id, it.sampling.seed) for it in others]), workers[0])
-        else:
-            self._sockets.send(submit, workers[0])
+            submit = sequence.submit
+            submit.timeout_seconds = seconds
+            if len(submit.prompt) > generation.model.receptive_field:
+                submit = _shortened(submit, generation.model.receptive_field, prompts)
+            messages.setdefault((sequence.worker, *submit.shared), []).append(submit)
+        for (worker, *_), submits in messages.items():
+            self._sockets.send(Submits.of(submits), worker)
 
     def sweep(self, now: float) -> None:
         """End sequences that have waited too long. Call this at least ten times a second."""
@@ -226,6 +224,7 @@ class EngineClient:
             self.abort(generation, "timeout")
         for client in [it for it, full in self._full.items() if full.until <= now]:
             del self._full[client]
+        self._refill()
 
     def _refuse(self, id: int, reason: str, error: ApiError) -> None:
         """Refuse a sequence and the others of its request that have not begun. Abort those that have."""
@@ -273,19 +272,6 @@ class EngineClient:
         sequence.error = ApiError(500, message, code="worker_lost")
         self._sockets.send(Abort(sequence.submit.id), sequence.worker)
         self._received_delta(Delta(sequence.submit.id, [], "error"), time.monotonic())
-
-    def _shortened(self, generation: Generation, submit: Submit) -> Submit:
-        """Cut off the beginning of a prompt that no needed logit depends on. Penalties still need its ids."""
-        first_needed = submit.score_from or len(submit.prompt)  # the first id whose logits are needed
-        start = first_needed - generation.model.receptive_field
-        if start <= 0:
-            return submit
-        seen: list[int] = []
-        if submit.sampling.needs_history:
-            key = (id(submit.prompt), start)  # of `n` sequences with the same prompt
-            seen = generation.seen.get(key) or generation.seen.setdefault(key, sorted(set(submit.prompt[:start])))
-        score_from = None if submit.score_from is None else submit.score_from - start
-        return msgspec.structs.replace(submit, prompt=submit.prompt[start:], seen=seen, score_from=score_from)
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
         """End all sequences of a generation, submitted or not.
@@ -352,12 +338,15 @@ class EngineClient:
                     if lost:
                         what = plural(len(lost), "sequence")
                         logger.error("lost worker %d; running %s of it again", worker, what)
-            hungry, self._hungry = self._hungry, {}
-            for generation in hungry:
-                generation.refill()
+            self._refill()
         finally:
             self._is_receiving = False
             self._resume()
+
+    def _refill(self) -> None:
+        hungry, self._hungry = self._hungry, {}
+        for generation in hungry:
+            generation.refill()
 
     def _received_ids(self, step: Step, model: Model, now: float) -> None:
         text = model.tokenizer.decode_array(np.frombuffer(step.ids, np.uint32))  # of all sequences
@@ -455,6 +444,27 @@ class EngineClient:
         generation.open.discard(id)
         self._leave(sequence)
         if generation.pending:
-            self._submit_next(generation, must_run=True)
+            self._hungry[generation] = None
         elif not generation.open:
             self._open.pop(generation, None)
+
+
+def _shortened(
+    submit: Submit, receptive_field: int, known: dict[tuple[int, int, bool], tuple[list[int], tuple[int, ...]]]
+) -> Submit:
+    """Cut off the beginning of a prompt that no needed logit depends on. Penalties still need its ids.
+
+    known: what is left of each prompt, and the ids that were cut off, by the prompt, the place of the cut and whether
+    the ids are needed.
+    """
+    first_needed = submit.score_from or len(submit.prompt)  # the first id whose logits are needed
+    start = first_needed - receptive_field
+    if start <= 0:
+        return submit
+    key = (id(submit.prompt), start, submit.sampling.needs_history)
+    if key not in known:
+        seen = tuple(sorted(set(submit.prompt[:start]))) if submit.sampling.needs_history else ()
+        known[key] = submit.prompt[start:], seen
+    prompt, seen = known[key]
+    score_from = None if submit.score_from is None else submit.score_from - start
+    return msgspec.structs.replace(submit, prompt=prompt, seen=seen, score_from=score_from)

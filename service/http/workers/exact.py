@@ -21,10 +21,9 @@ class ExactGeneration(Generation):
     def __init__(
         self, client: Client, model: Model, exact: Exact, window: int, arrived_at: float, interval: float | None
     ):
-        super().__init__(client, model, exact.templates, arrived_at, None, interval)
+        super().__init__(client, model, exact.templates, arrived_at, None, interval, window)
         self.pending.clear()
         self.exact = exact
-        self._window = window
         self._running: dict[int, tuple[int, SequenceState]] = {}  # each candidate with its prompt, by number
         self._refused: set[SequenceState] = set()
         self._answers: list[list[Piece]] = [[] for _ in self.sequences]  # of each prompt, not taken yet

@@ -138,6 +138,8 @@ class Generation:
     A stream gets a piece at once when a sequence begins and at its end. Other pieces are at least `interval` seconds
     apart.
 
+    window: the number of sequences that run at once; None: all.
+
     Raises ApiError: from both: a sequence was refused, timed out or failed; the others are aborted.
     """
 
@@ -151,6 +153,7 @@ class Generation:
         arrived_at: float,
         echo: list[str] | None = None,
         interval: float | None = None,
+        window: int | None = None,
     ):
         self._client, self.model, self._metrics = client, model, model.metrics
         self._client_name = submits[0].client
@@ -162,9 +165,9 @@ class Generation:
         self.sequences = [SequenceState(i, submit, echo[i] if echo else "") for i, submit in enumerate(submits)]
         self.num_completion_tokens = 0
         self.pending = deque(self.sequences)  # not submitted yet
+        self._window = len(submits) if window is None else window
         self._dropped: dict[str, int] = {}  # number of sequences that ended before they were submitted, by reason
         self.open: set[int] = set()  # ids of the sequences that run
-        self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
         self.touched: dict[SequenceState, None] = {}  # sequences with undelivered deltas, in order of arrival
         self._failure: Exception | None = None  # raised by `_fail`
         self.due_at = 0.0  # time of the next pieces of a stream, if nothing wakes it before
@@ -315,8 +318,11 @@ class Generation:
         else:
             self._client.wake_later(self)
 
-    def refill(self) -> None:
+    def refill(self, must_run: bool = True) -> None:
         """Run sequences in the place of those that have ended."""
+        count = min(len(self.pending), self._window - len(self.open))
+        if count > 0:
+            self._client.run(self, [self.pending.popleft() for _ in range(count)], must_run)
 
     def refused(self, count: int) -> int:
         """A worker has refused `count` sequences. Return how many of the request's sequences that makes."""
