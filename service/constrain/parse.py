@@ -58,9 +58,7 @@ def _part(opcode: Any, argument: Any, alphabet: Alphabet) -> Term | None:
         index = alphabet.index(opcode, argument)
         return None if index is None else (index,)
     if opcode is sre.BRANCH:
-        found = (term_of(branch, alphabet) for branch in argument[1])
-        terms = tuple(dict.fromkeys(term for term in found if term is not None))
-        return (Union(terms),) if len(terms) > 1 else next(iter(terms), None)
+        return _union([term_of(branch, alphabet) for branch in argument[1]])
     if opcode is sre.SUBPATTERN and argument[1:3] == (0, 0):  # it turns no flag on or off
         return term_of(argument[3], alphabet)
     if opcode in (sre.MAX_REPEAT, sre.MIN_REPEAT):
@@ -70,6 +68,11 @@ def _part(opcode: Any, argument: Any, alphabet: Alphabet) -> Term | None:
             return ()
         return None if term is None else (Repeat(term, low, None if high is sre.MAXREPEAT else high),)
     raise RegexError(f"{opcode} is not supported")
+
+
+def _union(branches: list[Term | None]) -> Term | None:
+    terms = dict.fromkeys(branch for branch in branches if branch is not None)
+    return (Union(tuple(terms)),) if len(terms) > 1 else next(iter(terms), None)
 
 
 _CATEGORIES = {

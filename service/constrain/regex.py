@@ -115,8 +115,7 @@ def compile_without(
         RegexError: there are too many words.
     """
     usable = {c for c in characters if allowed is None or c in allowed or c == end}
-    bad = {word for word in words if usable.issuperset(word) and not (end is not None and end in word[:-1])}
-    bad = {word for word in bad if not any(other in word for other in bad if other != word)}
+    bad = _shortest({word for word in words if usable.issuperset(word) and (end is None or end not in word[:-1])})
     # Each character of a bad word has a class, and the end has one. All other usable characters share one.
     special, symbols = {*"".join(bad), end}, dict[str | bool, int]()
     classes = [symbols.setdefault(c if c in special else c in usable, len(symbols)) for c in characters]
@@ -130,6 +129,11 @@ def compile_without(
         table = np.append(table, np.full_like(table[:1], -1), axis=0)
     size = len(table)
     return merge_classes(Automaton(dfa.classes, table, np.ones(size, dtype=bool), np.zeros(size, dtype=np.int32)))
+
+
+def _shortest(words: set[str]) -> set[str]:
+    """Return the words that contain no other."""
+    return {word for word in words if not any(other in word for other in words if other != word)}
 
 
 def _find_first(words: set[str], symbols: dict[str | bool, int], max_states: int) -> list[Row]:
