@@ -204,6 +204,7 @@ def test_unmatchable_patterns_name_the_missing_characters():
         (r"\u00g0", r"offset 0: '\\u00g0' is not a code point; write \\u and 4 hexadecimal digits"),
         (r"a\x٣٣", r"hexadecimal digits"),
         (r"a\U0000062", r"offset 1: '\\U0000062' is not a code point; write \\U and 8 hexadecimal digits"),
+        (r"[a-\q]", r"offset 3: escape '\\q' is not supported"),
         (r"[\U00110000]", r"offset 1: '\\U00110000' is not a code point"),
         ("ab\\", r"offset 2: '\\' at the end of the pattern; write \\\\ for a literal '\\'"),
         ("a(?=b)", r"offset 1: lookahead '\(\?=' is not supported; groups are \(...\) and \(\?:...\)"),
@@ -297,12 +298,16 @@ def test_limits_are_named():
         ("aaaaaa", {"max_characters": 5}, "at most 5 characters, got 6"),
         ("a{10}", {"max_states": 10}, "needs more than 10 states"),
         ("ab(ab1){1000}", {}, rf"offset 7: expands to 3000 characters and classes \(limit {MAX_POSITIONS}\)"),
+        ("a" * 2001, {"max_characters": 3000}, r"offset 2000: expands to 2001 characters and classes"),
+        ("(a|b{0,}){1001}", {}, "offset 9: expands to 2002"),
+        ("(a{1500}|b{1500}){0}", {}, "offset 9: expands to 3000"),
         ("a{40}", {"max_work": 50}, "takes more than 50 steps"),
         (f"({deepest})", {}, f"offset {MAX_NESTING}: groups are nested more than {MAX_NESTING} deep"),
     ):
         with pytest.raises(RegexError, match=message):
             compile_regex(pattern, VOCABULARY, **options)
     compile_regex(deepest, VOCABULARY)
+    compile_regex("a{500}(b{2000}){0}[1_]?", VOCABULARY)
     assert len(compile_regex("a{9}", VOCABULARY, max_states=10).table) == 10
     with pytest.raises(RegexError, match=f"1101 states x 1101 character classes, more than {MAX_CELLS}"):
         compile_choice(["".join(LARGE[:1100])], LARGE[:1101])
