@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
+from re import _parser as sre_parser
 
 import numpy as np
 import pytest
@@ -13,15 +14,9 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from service.constrain.automaton import MAX_CELLS, Automaton, Guide
-from service.constrain.regex import (
-    MAX_NESTING,
-    MAX_POSITIONS,
-    RegexError,
-    compile_choice,
-    compile_regex,
-    ended,
-    intersection,
-)
+from service.constrain.parse import Alphabet, term_of
+from service.constrain.regex import RegexError, compile_choice, compile_regex, compile_without, ended, intersection
+from service.constrain.syntax import MAX_NESTING, MAX_POSITIONS
 from tests.toolbox.launch import ROOT
 
 VOCABULARY = list("ab1_ \n.-é٣\u00a0]")  # letters, digits and spaces beyond ASCII too
@@ -34,7 +29,7 @@ def accepts(automaton, text, vocabulary=VOCABULARY):
     return all(guide.push(vocabulary.index(c)) for c in text) and guide.may_end
 
 
-CLASS_ITEMS = [*"ab1_ .z", *r"\d \w \s \D \W \S \n \] \- \x61 a-b 1-b \.-1".split()]
+CLASS_ITEMS = [*"ab1_ .z", *r"\d \w \s \D \W \S \n \] \- \x61 a-b 1-b \.-1 && ~~ || +--".split()]
 ATOMS = [*"aab11_ -é٣z]", *r". \d \w \s \D \W \S \n \. \x61 \u00e9 \] ()".split()]
 
 char_classes = st.builds(
@@ -208,6 +203,9 @@ def test_unmatchable_patterns_name_the_missing_characters():
         (r"a\x6", r"offset 1: '\\x6' is not a code point; write \\x and 2 hexadecimal digits"),
         (r"\u00g0", r"offset 0: '\\u00g0' is not a code point; write \\u and 4 hexadecimal digits"),
         (r"a\x٣٣", r"hexadecimal digits"),
+        (r"a\U0000062", r"offset 1: '\\U0000062' is not a code point; write \\U and 8 hexadecimal digits"),
+        (r"[a-\q]", r"offset 3: escape '\\q' is not supported"),
+        (r"[\U00110000]", r"offset 1: '\\U00110000' is not a code point"),
         ("ab\\", r"offset 2: '\\' at the end of the pattern; write \\\\ for a literal '\\'"),
         ("a(?=b)", r"offset 1: lookahead '\(\?=' is not supported; groups are \(...\) and \(\?:...\)"),
         ("(?<=a)b", "offset 0: lookbehind"),
@@ -223,6 +221,8 @@ def test_unmatchable_patterns_name_the_missing_characters():
         ("a{", r"offset 1: '\{' without a count; write \{m\}, \{m,\} or \{m,n\}, or \\\{ for a literal '\{'"),
         ("a{٣}", r"offset 1: '\{' without a count"),
         ("a{1," + "9" * 4300 + "}", "offset 1: a count has too many digits"),
+        ("a{" + "9" * 20 + "}", "offset 1: a count has too many digits"),
+        ("(){" + "9" * 10 + "}", "the repetition number is too large"),
         ("a{3,2}", r"offset 1: count \{3,2\} is reversed; write the smaller number first"),
         ("a(b(c)", r"offset 1: unmatched '\('; write \\\( for a literal '\('"),
         ("ab)c", r"offset 2: unmatched '\)'; write \\\) for a literal '\)'"),
@@ -236,10 +236,30 @@ def test_unmatchable_patterns_name_the_missing_characters():
 def test_unsupported_syntax_is_refused_with_its_offset(pattern, message):
     with pytest.raises(RegexError, match=message) as caught:
         compile_regex(pattern, PRINTABLE, max_characters=10_000)
-    assert str(caught.value).startswith(f"offset {caught.value.offset}: ")
+    if caught.value.offset is not None:
+        assert str(caught.value).startswith(f"offset {caught.value.offset}: ")
 
 
-@given(st.text(r"ab1\[](){}|*+?^-.,$:!=<>dwsx ", max_size=12))
+@pytest.mark.parametrize(
+    ("pattern", "opcode"),
+    [
+        ("^a", "AT"),
+        ("(?=a)", "ASSERT"),
+        ("(?<!a)", "ASSERT_NOT"),
+        (r"(a)\1", "GROUPREF"),
+        ("(a)(?(1)b|c)", "GROUPREF_EXISTS"),
+        ("(?>a)", "ATOMIC_GROUP"),
+        ("a++", "POSSESSIVE_REPEAT"),
+        ("(?i:a)", "SUBPATTERN"),
+    ],
+)
+def test_what_the_scan_would_let_pass_is_refused_by_its_opcode(pattern, opcode):
+    """So syntax of a later version of Python is refused too."""
+    with pytest.raises(RegexError, match=f"^{opcode} is not supported$"):
+        term_of(sre_parser.parse(pattern), Alphabet("ab", None))
+
+
+@given(st.text(r"ab1\[](){}|*+?^-.,$:!=<>dwsxU0&~ ", max_size=12))
 @settings(max_examples=800)
 def test_any_text_compiles_to_the_language_of_re_or_is_refused(pattern):
     try:
@@ -278,12 +298,16 @@ def test_limits_are_named():
         ("aaaaaa", {"max_characters": 5}, "at most 5 characters, got 6"),
         ("a{10}", {"max_states": 10}, "needs more than 10 states"),
         ("ab(ab1){1000}", {}, rf"offset 7: expands to 3000 characters and classes \(limit {MAX_POSITIONS}\)"),
+        ("a" * 2001, {"max_characters": 3000}, r"offset 2000: expands to 2001 characters and classes"),
+        ("(a|b{0,}){1001}", {}, "offset 9: expands to 2002"),
+        ("(a{1500}|b{1500}){0}", {}, "offset 9: expands to 3000"),
         ("a{40}", {"max_work": 50}, "takes more than 50 steps"),
         (f"({deepest})", {}, f"offset {MAX_NESTING}: groups are nested more than {MAX_NESTING} deep"),
     ):
         with pytest.raises(RegexError, match=message):
             compile_regex(pattern, VOCABULARY, **options)
     compile_regex(deepest, VOCABULARY)
+    compile_regex("a{500}(b{2000}){0}[1_]?", VOCABULARY)
     assert len(compile_regex("a{9}", VOCABULARY, max_states=10).table) == 10
     with pytest.raises(RegexError, match=f"1101 states x 1101 character classes, more than {MAX_CELLS}"):
         compile_choice(["".join(LARGE[:1100])], LARGE[:1101])
@@ -301,7 +325,8 @@ HOSTILE = [
     r"(\w*\d\w*){10}", "".join(f"[^{c}]*" for c in HAN[:200]), "(" + "|".join(f"[^{c}]{c}" for c in HAN[:140]) + ")*",
     "(.*" + ".*".join(HAN[:300]) + ")*", "a?" * 500, ".*" * 500, "".join(f"{c}?" for c in HAN[:400]),
     "(" + "".join(f"{c}?" for c in HAN[:40]) + "){40}", "(" + "(" * 45 + "a*" + ")*" * 45 + "){2000}",
-    "(.{1,30}a){30}", r"[\s\S]*a[\s\S]{8}b",
+    "(.{1,30}a){30}", r"[\s\S]*a[\s\S]{8}b", "(" * 5000 + ")" * 5000, "[" * 9000, "[" + "&&" * 4000 + "]", "()" * 5000,
+    "[--/&&]" * 1400, "a" * 990 + "|" + "a" * 990, "[" + "a-b" * 3000 + "]", "[" + "".join(LARGE[300:]) + "]",
 ]  # fmt: skip
 
 
@@ -311,7 +336,7 @@ def test_hostile_patterns_are_refused_or_stay_within_every_bound(pattern):
     answers = []
     for _ in range(2):
         try:
-            automaton = compile_regex(pattern, LARGE)
+            automaton = compile_regex(pattern, LARGE, max_characters=10_000)
         except RegexError as error:
             answers.append(str(error))
         else:
@@ -361,6 +386,47 @@ def test_long_texts_take_memory_in_proportion_to_their_length():
 def test_bad_choices_are_refused(choices, options, message):
     with pytest.raises(RegexError, match=message):
         compile_choice(choices, VOCABULARY, **options)
+
+
+# -- bad words --
+
+
+@given(
+    st.lists(st.text("ab1\n", min_size=1, max_size=4), max_size=6), st.none() | st.sets(st.sampled_from("ab1\n")),
+    st.sampled_from([None, "\n", "1", "z"]),
+)  # fmt: skip
+@settings(max_examples=200)
+def test_exactly_the_texts_without_bad_words_match(words, allowed, end):
+    characters = "ab1\n"
+    usable = frozenset(characters if allowed is None else allowed)
+    automaton = compile_without(words, characters, allowed=None if allowed is None else usable, end=end)
+    found = language(automaton, characters, length=5)
+    for text in map("".join, itertools.chain(*(itertools.product(characters, repeat=n) for n in range(6)))):
+        begins = text[:-1] if end is not None and text.endswith(end) else text
+        fits = usable.issuperset(begins) and (end is None or end not in begins)
+        assert (text in found) == (fits and not any(word in text for word in words)), text
+    check_states(automaton)
+
+
+def check_states(automaton):
+    """Every state is reachable and live, and every class has an id."""
+    assert set(automaton.classes.tolist()) == set(range(automaton.table.shape[1]))
+    assert automaton.distance.min() >= 0
+    reached = {0}
+    for _ in automaton.table:
+        reached |= {int(to) for state in reached for to in automaton.table[state] if to >= 0}
+    assert reached == set(range(len(automaton.table)))
+
+
+def test_long_bad_words_with_a_common_end_share_its_states():
+    words = [first + "the end that they have in common" for first in "abcdfgijklmpqrsuvwxyz"]
+    assert len(compile_without(words, PRINTABLE).table) == len(words[0])
+
+
+def test_too_many_bad_words_are_refused():
+    compile_without(["abc", "abd"], "abcd", max_states=3)
+    with pytest.raises(RegexError, match=r"the words need 4 states \(limit 3\); give fewer or shorter words"):
+        compile_without(["abc", "add"], "abcd", max_states=3)
 
 
 # -- combinations --
