@@ -107,7 +107,7 @@ def estimate(
 
 
 def _beside(submit: Submit, id_bytes: int) -> int:
-    """Return the bytes sent besides a prompt, which the sequences of a request share (`wire.share`)."""
+    """Return the bytes sent besides a prompt, which the sequences of a request share (`wire.Submits`)."""
     if not (submit.stop or submit.constraint or submit.stop_pattern or submit.sampling.logit_bias):
         return 0
     packed = sum(len(each or b"") for each in (submit.constraint, submit.minimum, submit.stop_pattern))
