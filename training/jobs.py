@@ -242,6 +242,7 @@ def _continued(
         )
     if config.steps <= progress.step and "steps" in changes:
         raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
+    saved.checkpoint.load_model()  # raises in the main process alone
     corpus = _corpus_of(config)
     if corpus.sha256 != saved.data["sha256"]:
         raise ResumeError(

@@ -39,6 +39,7 @@ def command(args: argparse.Namespace) -> None:
     if args.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {args.steps}")
     checkpoint = Checkpoint.read(find_checkpoint(args.checkpoint or BUNDLED))
+    checkpoint.load_model()  # raises now if it cannot be loaded, not after half a minute
     corpus = prepare(args.data, glob=args.glob or (), exclude=args.exclude or ())
     give(corpus, checkpoint, args.out, steps=args.steps, seed=args.seed)
 

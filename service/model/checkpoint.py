@@ -300,14 +300,17 @@ class Checkpoint:
     def is_computed_by(self, forward: Forward) -> bool:
         """Return True if `forward`, with these weights, gives the probe's log-probabilities within the tolerance.
 
-        The result is False if gpt.py computes another function than when the checkpoint was saved. It is True if there
-        is no probe or if logits overflow.
+        The result is False if `forward` computes another function than gpt.py when the checkpoint was saved, or lacks
+        a weight. It is True if there is no probe.
         """
         if self.probe is None:
             return True
         recorded = np.array(self.probe.log_probabilities)
-        error = np.abs(_log_probabilities(forward, self.tokenizer.encode(self.probe.text)) - recorded).max()
-        return not np.isfinite(error) or bool(error <= _PROBE_TOLERANCE * max(1.0, np.abs(recorded).max()))
+        try:
+            found = _log_probabilities(forward, self.tokenizer.encode(self.probe.text))
+        except KeyError:  # the model has other weights
+            return False
+        return bool(np.abs(found - recorded).max() <= _PROBE_TOLERANCE * max(1.0, np.abs(recorded).max()))
 
     def load_weights(self) -> dict[str, np.ndarray]:
         """Return the weights by the names of GPT's parameters, in the precision of the file, without torch.
@@ -367,15 +370,24 @@ class Checkpoint:
         """Return the model in evaluation mode, by default in fp32.
 
         Raises:
-            CheckpointError: as in `load_weights`.
+            CheckpointError: as in `load_weights`; or gpt.py is not the one that was trained.
         """
         import torch
 
         from service.model.gpt import GPT
 
-        model = GPT(self.config)
-        model.load_state_dict({name: torch.from_numpy(value) for name, value in self.load_weights().items()})
-        return model.to(device, dtype or torch.float32).eval().requires_grad_(False)
+        model = GPT(self.config).double().eval().requires_grad_(False)  # float64: as the probe
+        try:
+            model.load_state_dict({name: torch.from_numpy(value) for name, value in self.load_weights().items()})
+            is_same = self.is_computed_by(lambda ids: model(torch.tensor([ids]))[0].numpy())
+        except RuntimeError:  # gpt.py has other weights
+            is_same = False
+        if not is_same:
+            raise CheckpointError(
+                f"{self.path} was trained with another service/model/gpt.py, which computes another model: use that "
+                "gpt.py, or train again with this one"
+            )
+        return model.to(device, dtype or torch.float32)
 
 
 def end_of_records(training: Mapping[str, Any], tokenizer: CharTokenizer) -> str | None:

@@ -10,12 +10,12 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from service.model import gpt
-from service.model.checkpoint import Checkpoint
+from service.model.checkpoint import Checkpoint, CheckpointError
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from tests.helpers import random_model
 from tests.training.runs import crash, events, resume, start, tiny, weights
-from training import jobs, selfcheck
+from training import selfcheck
 from training.data import prepare
 from training.evaluate import whole_loss
 from training.messages import Refusal
@@ -79,13 +79,16 @@ def test_samples_are_those_of_the_changed_model(relu2, tmp_path):
     assert found == [(0, text)]
 
 
-def test_a_model_changed_before_a_resume_is_seen(tmp_path, request):
+def test_a_model_changed_before_a_resume_is_refused(tmp_path, request):
+    """The run once went on, and its next checkpoint claimed to have been trained with the changed gpt.py."""
     with crash(9):
-        start(tiny(tmp_path), tmp_path / "out", console := Console(record=True, width=500))
+        start(tiny(tmp_path, save_seconds=0), tmp_path / "out", console := Console(record=True, width=500))
     assert "gpt.py" not in console.export_text()
+    before = weights(tmp_path / "out")
     request.getfixturevalue("relu2")
-    jobs.resume(tmp_path / "out", {}, console)
-    assert CHANGED in console.export_text()
+    with pytest.raises(CheckpointError, match="was trained with another service/model/gpt.py"):
+        resume(tmp_path / "out")
+    assert weights(tmp_path / "out") == before
 
 
 def test_autograd_resumes_to_the_same_bytes(relu2, tmp_path):
