@@ -211,6 +211,8 @@ class Run(RunState):
         count = min(self.scored_characters(self.progress.characters), len(val))
         with show_forwards(console, "scoring the validation split", self.scorings * count) as advance:
             scores = sampled_scores(best, val, count, corpus.records is not None, corpus.train, advance)
+        if not all(map(math.isfinite, scores.losses.values())):
+            raise self.diverged(self.progress.best_step or 0, f"validation loss {scores.losses['whole']}")
         losses = {**scores.losses, **baselines(corpus.train, val, corpus.tokenizer.vocab_size)}
         self.scored = {"scored_characters": scores.characters}
         if scores.standard_error is not None:

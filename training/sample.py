@@ -19,7 +19,6 @@ from rich.progress import Progress
 
 from service.constrain.automaton import MinimumLength
 from service.constrain.regex import RegexError, compile_regex, ended
-from service.engine.backends import open_runner
 from service.engine.engine import Engine
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
@@ -32,7 +31,7 @@ from training.inputs import Encoder, compile_pattern, load_model, splitting_of, 
 from training.messages import Refusal, plural, unescaped
 from training.records import separator_between
 from training.rows import write_rows
-from training.selfcheck import computes
+from training.selfcheck import checked_runner
 
 MAX_RUNNING = 128
 # Consecutive texts that may be skipped before sampling gives up: per requested text, and at most.
@@ -278,9 +277,7 @@ def sample_texts(
             candidates match.
     """
     running, threads = min(count, MAX_RUNNING) if drawn is None else MAX_RUNNING, torch.get_num_threads()
-    runner = open_runner(model, slots=running, threads=threads, device=device)
-    if not computes(runner, model):  # gpt.py has changed
-        runner = open_runner(model, "torch", slots=running, threads=threads, device=device)
+    runner = checked_runner(model, slots=running, threads=threads, device=device)
     engine = Engine(runner, max_waiting=running)
     shared = Submit(0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern)
     if condition is not None:

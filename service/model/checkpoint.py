@@ -1,6 +1,7 @@
 """A checkpoint: a plain Hugging Face model folder, which transformers loads unchanged.
 
-    config.json            model_type qwen3, a sliding window of W in every layer, and a `chargpt` section
+    config.json            model_type qwen3, a sliding window of W in every layer, and a `chargpt` section; of a model
+                           that a changed gpt.py trained, model_type chargpt, which no other program loads
     model.safetensors      weights under the names of Qwen3
     tokenizer.json         one id for each character; AutoTokenizer reads it with tokenizer_config.json
     training.json          recipe, seed, data hash, losses, versions, and a probe (see `Probe`)
@@ -71,6 +72,10 @@ CONFIG_NAMES = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
 }
+
+
+# The values in config.json of a model of a changed gpt.py, so that no other program loads it as Qwen3.
+CHANGED = {"architectures": ["ChargptForCausalLM"], "model_type": "chargpt"}
 
 
 class CheckpointError(ValueError):
@@ -504,7 +509,7 @@ def _parse_config(file: Path, data: bytes) -> GPTConfig:
             f"{file}: chargpt.format_version is {_short(about.chargpt.format_version)}, this program reads "
             f"{FORMAT_VERSION}"
         )
-    if about.model_type != "qwen3":
+    if about.model_type not in ("qwen3", CHANGED["model_type"]):
         raise CheckpointError(f"{file}: model_type is {_short(about.model_type)}, not 'qwen3'")
     try:
         config = GPTConfig(**{ours: values[theirs] for ours, theirs in CONFIG_NAMES.items()})
@@ -513,7 +518,7 @@ def _parse_config(file: Path, data: bytes) -> GPTConfig:
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
     for key, value in hf_config(config).items():
-        if key not in ("architectures", "max_position_embeddings") and values.get(key, value) != value:
+        if key not in (*CHANGED, "max_position_embeddings") and values.get(key, value) != value:
             raise CheckpointError(f"{file}: {key} must be {_short(value)}, got {_short(values[key])}")
     return config
 
