@@ -85,10 +85,10 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
             f"{' '.join(data)} is not the training text of {checkpoint.path}: "
             f"SHA-256 {corpus.sha256}, expected {expected.get('sha256')}"
         )
-    if corpus.describe()["split"] != expected.get("split"):
+    if any(corpus.describe()[name] != expected.get(name) for name in ("split", "records")):
         raise ConfigError(
-            f"{checkpoint.path} was trained by an older version, which shuffled records in another order: it is not "
-            "known which of them it has seen"
+            f"{checkpoint.path} was trained by an older version, which shuffled records in another order or counted "
+            "others: it is not known which of them it has seen"
         )
     return recode(corpus, checkpoint.tokenizer)
 
