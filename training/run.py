@@ -193,11 +193,8 @@ class RunState:
         The estimate allows for the growth of the window, which lengthens a step. It leaves out baselines and samples.
         """
         config, step = self.config, self.progress.step
-        starts, lengths = (part[: max(1, BATCH_CHARS // config.block_size)] for part in self.val_pieces)
+        seconds_each = self.evaluation_seconds()
         self.model.eval()
-        started = time.monotonic()
-        piece_loss(self.model, self.corpus.val, starts, lengths)
-        seconds_each = (time.monotonic() - started) / int(lengths.sum())
         started = time.monotonic()
         count = max(BATCH_CHARS, 2 * STRETCH_WINDOWS * config.block_size)
         reported = sampled_scores(self.model, self.corpus.val, count, self.corpus.records is not None)
@@ -214,6 +211,16 @@ class RunState:
             f"about {duration(training + scoring)} to the end: {duration(training)} of training, {duration(scoring)} "
             f"of scoring {plural(scored, 'validation character')}{more}"
         )
+
+    def evaluation_seconds(self) -> float:
+        """Measure on a part of the validation split how long the evaluation of a character takes."""
+        starts, lengths = (part[: max(1, BATCH_CHARS // self.config.block_size)] for part in self.val_pieces)
+        self.model.eval()
+        started = time.monotonic()
+        piece_loss(self.model, self.corpus.val, starts, lengths)
+        seconds = time.monotonic() - started
+        self.model.train()
+        return seconds / int(lengths.sum())
 
     @property
     def scorings(self) -> int:
