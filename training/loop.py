@@ -6,8 +6,8 @@ on a GPU continues from the same state, but some of torch's sums have no fixed o
 
 from __future__ import annotations
 
+import itertools
 import math
-import signal
 import statistics
 import time
 import zlib
@@ -29,7 +29,7 @@ from training.evaluate import baselines, piece_loss, sampled_scores
 from training.fused import FusedForward
 from training.messages import say
 from training.records import separator_between
-from training.run import ESTIMATE_STEPS, RunState, catch_signals
+from training.run import ESTIMATE_STEPS, STOPPING, RunState, catch_signals
 from training.sample import beginning_of_record, sample_texts
 from training.speed import matmul_peak
 
@@ -45,7 +45,7 @@ class Run(RunState):
         Raises:
             DivergedError: the loss, the gradient or a weight is not finite. OUT/last holds an earlier step.
             StorageError: the folder cannot be written. The last save is intact.
-            InterruptedRun: SIGINT or SIGTERM was received. The run has been saved.
+            InterruptedRun: a signal in STOPPING was received. The run has been saved.
         """
         config, progress = self.config, self.progress
         console = console if self.world.is_main else Console(quiet=True)
@@ -144,13 +144,13 @@ class Run(RunState):
         """
         flat, config = self.gradients, self.config
         save_is_due = time.monotonic() - self.saved_at > config.save_seconds
-        signals = signal.SIGINT in self.received, signal.SIGTERM in self.received
-        flat.extra[1:] = self.to_device(np.array([self.cpu_seconds, *signals, save_is_due], dtype=np.float32))
+        signals = [number in self.received for number in STOPPING]
+        flat.extra[1:] = self.to_device(np.array([self.cpu_seconds, save_is_due, *signals], dtype=np.float32))
         self.world.all_reduce_(flat.all)
         norm = flat.clip_(config.grad_clip)
-        values = torch.cat((flat.extra, norm[None])).tolist()  # the only device synchronization of a step
-        loss, cpu_seconds, interrupted, terminated, save_is_due, norm_value = values
-        self.stopped = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
+        values = torch.cat((norm[None], flat.extra)).tolist()  # the only device synchronization of a step
+        norm_value, loss, cpu_seconds, save_is_due, *are_received = values
+        self.stopped = next(itertools.compress(STOPPING, are_received), None)
         self.save_is_due = bool(save_is_due)
         return loss, norm_value, cpu_seconds
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import platform
+import select
 import shlex
 import signal
 import sys
@@ -58,6 +60,8 @@ from training.state import Progress, ResumeError, Saved, pack
 # minimum, in characters. At that share, scoring takes less than a tenth of the run's time.
 SCORED_SHARE, MIN_SCORED = 1 / 8, 20_000
 ESTIMATE_STEPS = 10  # steps timed to estimate the rest of the run
+# Signals that end a run after a save. If several arrive, the first of these counts. A closed terminal sends SIGHUP.
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class DivergedError(Refusal):
@@ -119,7 +123,7 @@ class RunState:
         init_weights(self.model)
         self.model.to(self.device)
         self.forward = training_forward(self.model, config)
-        self.gradients = FlatGradients(self.model, extra=5)
+        self.gradients = FlatGradients(self.model, extra=3 + len(STOPPING))
         self.lineage = origin.lineage if origin else None
         if origin:
             self.model.load_state_dict(origin.weights)
@@ -375,17 +379,32 @@ class RunState:
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Append the number of a SIGINT or SIGTERM to the list that is yielded. A second signal kills the process."""
+    """Append the number of a signal in STOPPING to the list that is yielded. A second signal kills the process.
+
+    SIGHUP stays ignored if the process was started so, by nohup.
+    """
     received: list[int] = []
 
     def record(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        if number == signal.SIGHUP:
+            leave_terminal()
         for each in previous:
             signal.signal(each, signal.SIG_DFL)
 
-    previous = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = [number for number in STOPPING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, record) for number in caught}
     try:
         yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def leave_terminal() -> None:
+    """Send what is printed to /dev/null if the terminal is closed, where each write would fail."""
+    for descriptor in (1, 2):
+        polled = select.poll()
+        polled.register(descriptor, 0)
+        if polled.poll(0):  # POLLHUP or POLLERR
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
