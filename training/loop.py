@@ -86,8 +86,8 @@ class Run(RunState):
         started, cpu_started = time.monotonic(), time.process_time()
         config, progress = self.config, self.progress
         self.gradients.all.zero_()
-        if config.dropout:  # seed, step and process alone decide the masks, so a resumed run draws the same ones
-            torch.manual_seed(zlib.crc32(f"{config.seed} {progress.step} {self.world.rank}".encode()))
+        # Seed, step and process alone decide the masks of dropout, so a resumed run draws the same ones.
+        torch.manual_seed(zlib.crc32(f"{config.seed} {progress.step} {self.world.rank}".encode()))
         parts, count = self.next_parts()
         groups, each = (two_halves(parts), self.halves.map) if self.halves else ([[part] for part in parts], map)
         for loss in each(lambda group: self.learn(group, count), groups):

@@ -127,7 +127,7 @@ class RunState:
         self.lineage = origin.lineage if origin else None
         if origin:
             self.model.load_state_dict(origin.weights)
-        self.halves = halves(config, self.rows // world.size)
+        self.halves = halves(self.model, config, self.rows // world.size)
         self.optimizers = Optimizers(self.model, config, self.halves.map if self.halves else map)
         self.progress = Progress()
         self.run_log: RunLog | None = None  # the log, open in the main process while it trains

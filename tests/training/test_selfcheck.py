@@ -119,6 +119,21 @@ def test_autograd_resumes_to_the_same_bytes(relu2, tmp_path):
     assert weights(tmp_path / "out") == weights(tmp_path / "uninterrupted")
 
 
+def test_masks_of_a_dropout_in_gpt_py_follow_from_seed_and_step(monkeypatch, tmp_path):
+    """The settings have no dropout. Two runs once differed, as two threads drew from one generator without a seed."""
+    forward = gpt.CausalSelfAttention.forward
+    monkeypatch.setattr(
+        gpt.CausalSelfAttention, "forward", lambda self, *given: F.dropout(forward(self, *given), 0.2, self.training)
+    )
+    config = tiny(tmp_path, threads=2, dropout=0.0, steps=12)
+    start(config, tmp_path / "one")
+    torch.rand(3)
+    with crash(9):
+        start(config, tmp_path / "two")
+    resume(tmp_path / "two")
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
+
+
 @pytest.mark.parametrize("kind", ["norm", "residual", "dropout", "parts", "angles"])
 def test_other_changes_are_seen_too(monkeypatch, kind):
     block = gpt.Block.forward
