@@ -26,7 +26,7 @@ from training.config import ConfigError
 from training.data import Corpus, WindowSampler, prepare
 from training.evaluate import baselines
 from training.inputs import find_checkpoint
-from training.messages import plural
+from training.messages import plural, visible
 from training.sample import sample_texts
 
 B, T = 32, 8  # rows and characters of a batch
@@ -326,7 +326,7 @@ def title(number: int, words: str) -> None:
 
 
 def indented(text: str) -> str:
-    return "\n".join("    " + line for line in text.splitlines())
+    return "\n".join("    " + visible(line) for line in text.splitlines())
 
 
 def draw(

@@ -28,7 +28,7 @@ from service.wire import Draw, Drawn, Submit
 from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
 from training.inputs import Encoder, compile_pattern, load_model, splitting_of, training_corpus
-from training.messages import Refusal, plural, unescaped
+from training.messages import Refusal, plural, unescaped, visible
 from training.records import separator_between
 from training.rows import write_rows
 from training.selfcheck import checked_runner
@@ -176,7 +176,8 @@ def write(texts: Iterable[tuple[int, list[int]]], count: int, form: str, plan: P
             return characters
         try:
             for number, row in enumerate(rows()):
-                print(plan.between if number else "", row["text"], sep="", end="")
+                text = (plan.between if number else "") + row["text"]
+                print(visible(text) if sys.stdout.isatty() else text, end="")
         finally:  # before an error's line too
             print(flush=True)
     return characters
