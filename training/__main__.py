@@ -288,7 +288,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, n: int | None, max_to
 def unwritten_output() -> str | None:
     """Return why standard output cannot be written, or None. The interpreter must not try it again at exit."""
     try:
-        sys.stdout.flush()
+        print(flush=True)  # a write, as nothing is buffered under PYTHONUNBUFFERED
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error.strerror
@@ -319,7 +319,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (Refusal, CheckpointError, UnknownCharacterError, LostProcessError, OSError) as error:
-        reason = unwritten_output() if isinstance(error, OSError) else None
+        reason = unwritten_output() if isinstance(error, OSError) and error.errno and not error.filename else None
         message = f"standard output cannot be written: {reason}" if reason else visible(str(error))
         print(f"error: {message}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from service import installing
@@ -45,9 +46,10 @@ def test_control_characters_of_a_text_do_not_reach_the_terminal(tmp_path, capsys
     assert "\\x1b" in printed and not re.search(r"[\x1b\x9b]", printed)
 
 
-def test_a_full_device_behind_standard_output_is_named(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("is_unbuffered", [False, True])
+def test_a_full_device_behind_standard_output_is_named(tmp_path, capsys, monkeypatch, is_unbuffered):
     (tmp_path / "text.txt").write_text(TEXT)
-    with open("/dev/full", "w") as full:
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=0 if is_unbuffered else -1), write_through=True) as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert call(["prepare", "--data", tmp_path / "text.txt"]) == 1
     assert capsys.readouterr().err == "error: standard output cannot be written: No space left on device\n"
