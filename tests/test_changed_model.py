@@ -10,8 +10,7 @@ import pytest
 
 from service.engine import native
 from service.engine.backends import open_runner
-from service.engine.selfcheck import SelfCheckError, check
-from service.model.checkpoint import Checkpoint
+from service.model.checkpoint import Checkpoint, CheckpointError
 from tests.helpers import call, web
 from tests.toolbox.launch import ROOT, Program, ServerError, free_port
 from tests.training.runs import SHAPE, STEPS, TEXT, flags
@@ -103,12 +102,31 @@ def test_with_the_reference_changed_alike_attention_is_shown(changed):
     assert is_computed == [False, True]
 
 
-def test_the_original_source_tree_refuses_it(changed, capsys):
+def test_the_original_source_tree_refuses_it(changed, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     checkpoint = Checkpoint.read(changed.checkpoint)
-    with pytest.raises(SelfCheckError, match="backend torch does not compute .*: it was trained with a changed gpt.py"):
-        check(open_runner(checkpoint, "torch", "float64", 2, 1), checkpoint)
-    assert call(["sample", "--checkpoint", changed.checkpoint]) == 1
-    assert "was trained with another service/model/gpt.py" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="was trained with another service/model/gpt.py, which computes"):
+        open_runner(checkpoint, "torch", "float64", 2, 1)
+    other, text, out = tmp_path / "text.txt", changed.checkpoint.parents[1] / "text.txt", tmp_path / "out"
+    other.write_text(TEXT[: len(TEXT) // 2])
+    before = [path.read_bytes() for path in sorted(changed.checkpoint.parent.rglob("*.json"))]
+    for command in (
+        ["sample", "--checkpoint", changed.checkpoint],
+        ["evaluate", "--checkpoint", changed.checkpoint],
+        ["score", "--checkpoint", changed.checkpoint, "--data", text],
+        ["report", "--checkpoint", changed.checkpoint],
+        ["lecture", "--checkpoint", changed.checkpoint, "--data", text],
+        ["export", "--checkpoint", changed.checkpoint, "--to", "gguf", "--out", tmp_path / "model.gguf"],
+        ["export", "--checkpoint", changed.checkpoint, "--to", "onnx", "--out", tmp_path / "model.onnx"],
+        ["train", "--init-from", changed.checkpoint, "--data", other, "--out", out],
+        ["train", "--teachers", changed.checkpoint, "--data", text, "--out", out, *flags(**SHAPE, **STEPS)],
+        ["train", "--resume", "--out", changed.checkpoint.parent, "--steps", STEPS["steps"] + 8],
+    ):
+        assert call(command) == 1
+        refusal = capsys.readouterr().err.splitlines()[-1]
+        assert refusal.startswith("error: ") and "was trained with another service/model/gpt.py" in refusal
+    assert before == [path.read_bytes() for path in sorted(changed.checkpoint.parent.rglob("*.json"))]
+    assert {*tmp_path.iterdir()} <= {other, tmp_path / "cache"}
 
 
 def test_the_changed_tree_refuses_a_checkpoint_of_the_original(changed, tmp_path):
@@ -116,5 +134,5 @@ def test_the_changed_tree_refuses_a_checkpoint_of_the_original(changed, tmp_path
     assert call(["train", *settings]) == 0
     assert Checkpoint.read(tmp_path / "run" / "best").probe is not None
     log = refused(changed.tree, tmp_path / "run" / "best", "torch")
-    assert "backend torch does not compute the model: of a text of" in log and "Traceback" not in log
+    assert "was trained with another service/model/gpt.py" in log and "Traceback" not in log
     assert log.endswith(": no inference process could start; the log says why, unless a signal ended it\n")

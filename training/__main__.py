@@ -31,7 +31,7 @@ from training.config import (
     Device,
     TrainConfig,
 )
-from training.messages import Refusal, program, unescaped
+from training.messages import Refusal, program, unescaped, visible
 from training.records import LINES
 
 ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
@@ -285,6 +285,16 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, n: int | None, max_to
     parser.add_argument("--seed", type=int, default=0, help="seed of the first text; each further text adds 1")
 
 
+def unwritten_output() -> str | None:
+    """Return why standard output cannot be written, or None. The interpreter must not try it again at exit."""
+    try:
+        print(flush=True)  # a write, as nothing is buffered under PYTHONUNBUFFERED
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error.strerror
+    return None
+
+
 def main() -> int:
     """Run a command. Return its exit status: 0, 1 for a refusal, 2 for a bad command line, 128 + n after signal n."""
     # Threads of GNU OpenMP spin while they wait, which slows a step if another program needs the core. This limit of
@@ -300,6 +310,7 @@ def main() -> int:
 
     try:
         importlib.import_module(args.module).command(args)
+        sys.stdout.flush()
     except InterruptedRun as stop:
         print(stop, file=sys.stderr)
         return 128 + stop.number
@@ -308,7 +319,9 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (Refusal, CheckpointError, UnknownCharacterError, LostProcessError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        reason = unwritten_output() if isinstance(error, OSError) and error.errno and not error.filename else None
+        message = f"standard output cannot be written: {reason}" if reason else visible(str(error))
+        print(f"error: {message}", file=sys.stderr)
         return 1
     except RuntimeError as error:
         if "out of memory" not in str(error).lower():

@@ -32,10 +32,10 @@ from service.model.ngrams import NGrams
 from service.model.tokenizer import RECORD_SEPARATOR, UNKNOWN, CharTokenizer, UnknownCharacterError
 from training.folders import replacing_folder
 from training.messages import plural
-from training.records import BLANK, LINES, MAX_SHOWN, blocks, cells, is_table
+from training.records import BLANK, LINES, MAX_SHOWN, blocks, cells, is_table, without_white_lines
 from training.records import DataError as DataError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 CHUNK_BYTES = 1 << 22
 TRAIN_SHARE = 0.9  # the first 90 % of a text is the training split, the rest the validation split
 VAL_EVERY = 10  # one record in ten goes to the validation split
@@ -93,8 +93,8 @@ def find_texts(
 
     glob: patterns such as *.py or docs/*.md. A file below a folder must match one of them; a path is matched from the
     right. exclude: patterns that a file below a folder must not match.
-    Binary files below a folder are skipped. `notes` counts them, and names the patterns of `exclude` that match
-    nothing.
+    Binary files below a folder are skipped. A file with several names, such as a link or a folder given twice, is
+    read once, under the first. `notes` counts both, and names the patterns of `exclude` that match nothing.
 
     Raises:
         DataError: a folder has no such files, or `find_text` raises it.
@@ -127,13 +127,20 @@ def find_texts(
         folders = [name for name in data if Path(name).is_dir()]
         where = f"no file in {', '.join(folders)}" if folders else "nothing: --data names no folder"
         notes.add(f"--exclude {shlex.join(unused)} matches {where}")
-    return files
+    once, again = dict[tuple[int, int], Path](), list[Path]()
+    for file in files:
+        about = file.stat()
+        if once.setdefault((about.st_dev, about.st_ino), file) is not file:
+            again.append(file)
+    if again and notes is not None:
+        notes.add(f"read once, under its first name: {_listed(again, 'file')}")
+    return [*once.values()]
 
 
-def _listed(binary: list[Path]) -> str:
-    """Return the number of binary files and the names of the first MAX_LISTED."""
-    more = f" and {len(binary) - MAX_LISTED:,} more" if len(binary) > MAX_LISTED else ""
-    return f"{plural(len(binary), 'binary file')}: {', '.join(str(path) for path in binary[:MAX_LISTED])}{more}"
+def _listed(paths: list[Path], noun: str = "binary file") -> str:
+    """Return the number of paths and the names of the first MAX_LISTED."""
+    more = f" and {len(paths) - MAX_LISTED:,} more" if len(paths) > MAX_LISTED else ""
+    return f"{plural(len(paths), noun)}: {', '.join(str(path) for path in paths[:MAX_LISTED])}{more}"
 
 
 def _is_binary(file: Path) -> bool:
@@ -507,7 +514,10 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
                 offset = start - pending + error.start
                 path = shlex.quote(str(file))
                 source = f"zcat {path} | iconv" if file.suffix == ".gz" else f"iconv {path}"
-                hint = f"convert it first, for example with {source} -f WINDOWS-1252 -t UTF-8 > converted.txt"
+                hint = (
+                    f"convert it first, with {source} -f ENCODING -t UTF-8 > converted.txt; ENCODING is for example "
+                    "WINDOWS-1252 for Western European, GB18030 for Chinese and SHIFT_JIS for Japanese texts"
+                )
                 if len(files) > 1:
                     hint += f", or leave it out with --exclude {shlex.quote(file.name)}"
                 if head.startswith(b"\x1f\x8b"):
@@ -589,8 +599,9 @@ def split_text(texts: Iterable[str], separator: str, column: str | None, end: st
     """
     if column is None and separator not in ("", LINES):
         return blocks(texts, separator, name)
-    given = "\n" if column is None else RECORD_SEPARATOR
-    return texts if not separator or given == end else (text.replace(given, end) for text in texts)
+    if column is None:
+        return without_white_lines(texts) if separator else texts
+    return texts if end == RECORD_SEPARATOR else (text.replace(RECORD_SEPARATOR, end) for text in texts)
 
 
 def read_records(file: Path, separator: str, column: str | None) -> Iterator[str]:
@@ -637,9 +648,14 @@ def _encode(
     dtype = id_dtype(tokenizer.vocab_size)
     digest = hashlib.sha256()
 
+    num_long = 0  # cells of several lines
+
     def digested() -> Iterator[str]:
+        nonlocal num_long
         for text in source_text(files, column):
             digest.update(text.encode())
+            if column is not None and "\n" in text:
+                num_long += sum("\n" in cell for cell in text.split(RECORD_SEPARATOR))
             yield text
 
     end_id = tokenizer.encode(end)[0] if separator else -1
@@ -673,7 +689,7 @@ def _encode(
             "num_train": num_train,
             "records": num_records,
             "record_end": end if separator else None,
-            "notes": [note] if num_blank else [],
+            "notes": [note] * (num_blank > 0) + [f"{plural(num_long, 'cell')} of several lines"] * (num_long > 0),
         }
         (new / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
 

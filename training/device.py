@@ -69,20 +69,23 @@ def training_forward(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
     return compiled
 
 
-def in_halves(config: TrainConfig, rows: int) -> bool:
-    """Return whether two Python threads compute the gradients of the two halves of a step's `rows` at the same time.
+def draws(model: GPT) -> bool:
+    """Return whether the model on the CPU, in training mode, draws random numbers, as dropout does."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.get_rng_state()
+        model(torch.zeros(1, 2, dtype=torch.long))
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def halves(model: GPT, config: TrainConfig, rows: int) -> ThreadPoolExecutor | None:
+    """Return two Python threads to compute the gradients of the two halves of a step's `rows` at once, or None.
 
     The two threads wait for each other twice a step, torch's own threads hundreds of times. A run stays deterministic,
     because torch adds to a gradient under a lock and the order of two summands does not matter. With dropout it would
     not be deterministic, because both threads draw from one generator.
     """
     is_even = config.threads % 2 == 0  # each half has half of torch's threads
-    return config.device == "cpu" and is_even and rows > 1 and not config.dropout and config.accumulate == 1
-
-
-def halves(config: TrainConfig, rows: int) -> ThreadPoolExecutor | None:
-    """Return the two threads if a step is computed `in_halves`, else None."""
-    if not in_halves(config, rows):
+    if not (config.device == "cpu" and is_even and rows > 1 and config.accumulate == 1) or draws(model):
         return None
     return ThreadPoolExecutor(2, "half", torch.set_num_threads, (config.threads // 2,))
 

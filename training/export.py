@@ -33,6 +33,9 @@ from training.config import ConfigError
 from training.inputs import find_checkpoint
 from training.messages import plural
 from training.saving import named_tensors
+from training.selfcheck import IS_SAME, is_qwen3
+
+COMPARED = 16  # characters whose logits are compared after an export to ONNX
 
 
 def command(args: argparse.Namespace) -> None:
@@ -48,6 +51,11 @@ def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
     from gguf import MODEL_ARCH, GGUFWriter, TokenType, get_tensor_name_map
 
     model = checkpoint.load_model()
+    if not is_qwen3(model):
+        raise ConfigError(
+            f"{checkpoint.path} was trained with a changed gpt.py, and llama.cpp would compute Qwen3 with its weights: "
+            "export it --to onnx, or serve it with --backend torch"
+        )
     config = model.config
     writer = GGUFWriter(str(file), "qwen3")
     writer.add_name("chargpt")
@@ -123,6 +131,7 @@ class _OnnxForward(nn.Module):
 def to_onnx(checkpoint: Checkpoint, file: Path) -> None:
     """Write an ONNX model: `idx` (batch, length) int64 -> `logits` (batch, length, vocab_size) fp32, any length."""
     import onnx
+    from onnx.reference import ReferenceEvaluator
 
     model = checkpoint.load_model()
     batch, length = torch.export.Dim("batch", min=1, max=1 << 20), torch.export.Dim("length", min=2, max=1 << 20)
@@ -147,6 +156,11 @@ def to_onnx(checkpoint: Checkpoint, file: Path) -> None:
         entry = proto.metadata_props.add()
         entry.key, entry.value = key, value
     onnx.checker.check_model(proto)
+    idx = torch.arange(COMPARED)[None] ** 2 % model.config.vocab_size
+    (logits,), exact = ReferenceEvaluator(proto).run(["logits"], {"idx": idx.numpy()}), model(idx)
+    error = float((torch.from_numpy(logits) - exact).abs().max())
+    if not error <= IS_SAME * max(1.0, float(exact.abs().max())):
+        raise ConfigError(f"{checkpoint.path}: the graph's logits differ from those of gpt.py by up to {error:.3g}")
     onnx.save_model(proto, str(file))
 
 
@@ -154,7 +168,12 @@ FORMATS: dict[str, Callable[[Checkpoint, Path], None]] = {"gguf": to_gguf, "onnx
 
 
 def export(checkpoint: Checkpoint, format: str, file: Path) -> None:
-    """Write `checkpoint` to `file` in one of FORMATS; atomically replaces an existing file."""
+    """Write `checkpoint` to `file` in one of FORMATS; atomically replaces an existing file.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+        ConfigError: the file cannot be written, or would have other logits than GPT.forward.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
         new = Path(folder) / file.name

@@ -59,6 +59,8 @@ class FusedForward:
         p = config.dropout if model.training else 0.0
         x = model.embed(idx)
         cos, sin = rope_angles(torch.arange(longest), config, x.dtype)
+        if not cos.shape == sin.shape == (longest, config.head_dim):  # of a changed gpt.py
+            raise ValueError(f"rope_angles must have shape {(longest, config.head_dim)}, got {tuple(cos.shape)}")
         starts = F.pad(lengths.cumsum(0), (1, 0)).int()
         stream.append(x)
         for block in model.blocks:

@@ -52,21 +52,15 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
     """Return the checkpoint of --checkpoint and its model on --device. Set torch's threads to --threads.
 
     Raises:
-        ConfigError: --threads is out of bounds, --device is not available, or gpt.py computes another model than the
-            one that was trained.
+        ConfigError: --threads is out of bounds, or --device is not available.
+        CheckpointError: the checkpoint cannot be read, or gpt.py is not the one that trained it.
     """
     if not 0 <= args.threads <= 4096:
         raise ConfigError(f"--threads must be in [0, 4096], got {args.threads}")
     if args.threads:
         torch.set_num_threads(args.threads)
     checkpoint = Checkpoint.read(find_checkpoint(args.checkpoint))
-    device, model = pick_device(args.device), checkpoint.load_model()
-    if not checkpoint.is_computed_by(lambda ids: model(torch.tensor([ids]))[0].numpy()):
-        raise ConfigError(
-            f"{checkpoint.path} was trained with another service/model/gpt.py, which computes another model: use that "
-            "gpt.py, or train again with this one"
-        )
-    return checkpoint, model.to(device)
+    return checkpoint, checkpoint.load_model(pick_device(args.device))
 
 
 def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
@@ -91,10 +85,10 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
             f"{' '.join(data)} is not the training text of {checkpoint.path}: "
             f"SHA-256 {corpus.sha256}, expected {expected.get('sha256')}"
         )
-    if corpus.describe()["split"] != expected.get("split"):
+    if any(corpus.describe()[name] != expected.get(name) for name in ("split", "records")):
         raise ConfigError(
-            f"{checkpoint.path} was trained by an older version, which shuffled records in another order: it is not "
-            "known which of them it has seen"
+            f"{checkpoint.path} was trained by an older version, which shuffled records in another order or counted "
+            "others: it is not known which of them it has seen"
         )
     return recode(corpus, checkpoint.tokenizer)
 

@@ -242,8 +242,9 @@ def _continued(
         )
     if config.steps <= progress.step and "steps" in changes:
         raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
+    saved.checkpoint.load_model()  # raises in the main process alone
     corpus = _corpus_of(config)
-    if corpus.sha256 != saved.data["sha256"]:
+    if (corpus.sha256, corpus.records) != (saved.data["sha256"], saved.data["records"]):
         raise ResumeError(
             f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "
             f"{corpus.sha256}, expected {saved.data['characters']:,} and {saved.data['sha256']}"

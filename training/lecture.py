@@ -26,7 +26,7 @@ from training.config import ConfigError
 from training.data import Corpus, WindowSampler, prepare
 from training.evaluate import baselines
 from training.inputs import find_checkpoint
-from training.messages import plural
+from training.messages import plural, visible
 from training.sample import sample_texts
 
 B, T = 32, 8  # rows and characters of a batch
@@ -39,6 +39,7 @@ def command(args: argparse.Namespace) -> None:
     if args.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {args.steps}")
     checkpoint = Checkpoint.read(find_checkpoint(args.checkpoint or BUNDLED))
+    checkpoint.load_model()  # raises now if it cannot be loaded, not after half a minute
     corpus = prepare(args.data, glob=args.glob or (), exclude=args.exclude or ())
     give(corpus, checkpoint, args.out, steps=args.steps, seed=args.seed)
 
@@ -325,7 +326,7 @@ def title(number: int, words: str) -> None:
 
 
 def indented(text: str) -> str:
-    return "\n".join("    " + line for line in text.splitlines())
+    return "\n".join("    " + visible(line) for line in text.splitlines())
 
 
 def draw(

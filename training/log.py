@@ -51,7 +51,7 @@ class RunLog(contextlib.ExitStack):
     def add(self, record: dict[str, Any]) -> None:
         record["elapsed_seconds"] = round(self.progress.elapsed_seconds, 3)
         record["cpu_seconds"] = round(self.progress.cpu_seconds, 3)
-        self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+        self._file.write((json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode())
         self._file.flush()
         if self._board:
             self._add_to_board(self._board, record)

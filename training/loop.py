@@ -6,8 +6,8 @@ on a GPU continues from the same state, but some of torch's sums have no fixed o
 
 from __future__ import annotations
 
+import itertools
 import math
-import signal
 import statistics
 import time
 import zlib
@@ -29,7 +29,7 @@ from training.evaluate import baselines, piece_loss, sampled_scores
 from training.fused import FusedForward
 from training.messages import say
 from training.records import separator_between
-from training.run import ESTIMATE_STEPS, RunState, catch_signals
+from training.run import ESTIMATE_STEPS, STOPPING, RunState, catch_signals
 from training.sample import beginning_of_record, sample_texts
 from training.speed import matmul_peak
 
@@ -45,7 +45,7 @@ class Run(RunState):
         Raises:
             DivergedError: the loss, the gradient or a weight is not finite. OUT/last holds an earlier step.
             StorageError: the folder cannot be written. The last save is intact.
-            InterruptedRun: SIGINT or SIGTERM was received. The run has been saved.
+            InterruptedRun: a signal in STOPPING was received. The run has been saved.
         """
         config, progress = self.config, self.progress
         console = console if self.world.is_main else Console(quiet=True)
@@ -86,8 +86,8 @@ class Run(RunState):
         started, cpu_started = time.monotonic(), time.process_time()
         config, progress = self.config, self.progress
         self.gradients.all.zero_()
-        if config.dropout:  # seed, step and process alone decide the masks, so a resumed run draws the same ones
-            torch.manual_seed(zlib.crc32(f"{config.seed} {progress.step} {self.world.rank}".encode()))
+        # Seed, step and process alone decide the masks of dropout, so a resumed run draws the same ones.
+        torch.manual_seed(zlib.crc32(f"{config.seed} {progress.step} {self.world.rank}".encode()))
         parts, count = self.next_parts()
         groups, each = (two_halves(parts), self.halves.map) if self.halves else ([[part] for part in parts], map)
         for loss in each(lambda group: self.learn(group, count), groups):
@@ -144,13 +144,13 @@ class Run(RunState):
         """
         flat, config = self.gradients, self.config
         save_is_due = time.monotonic() - self.saved_at > config.save_seconds
-        signals = signal.SIGINT in self.received, signal.SIGTERM in self.received
-        flat.extra[1:] = self.to_device(np.array([self.cpu_seconds, *signals, save_is_due], dtype=np.float32))
+        signals = [number in self.received for number in STOPPING]
+        flat.extra[1:] = self.to_device(np.array([self.cpu_seconds, save_is_due, *signals], dtype=np.float32))
         self.world.all_reduce_(flat.all)
         norm = flat.clip_(config.grad_clip)
-        values = torch.cat((flat.extra, norm[None])).tolist()  # the only device synchronization of a step
-        loss, cpu_seconds, interrupted, terminated, save_is_due, norm_value = values
-        self.stopped = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
+        values = torch.cat((norm[None], flat.extra)).tolist()  # the only device synchronization of a step
+        norm_value, loss, cpu_seconds, save_is_due, *are_received = values
+        self.stopped = next(itertools.compress(STOPPING, are_received), None)
         self.save_is_due = bool(save_is_due)
         return loss, norm_value, cpu_seconds
 
@@ -211,6 +211,8 @@ class Run(RunState):
         count = min(self.scored_characters(self.progress.characters), len(val))
         with show_forwards(console, "scoring the validation split", self.scorings * count) as advance:
             scores = sampled_scores(best, val, count, corpus.records is not None, corpus.train, advance)
+        if not all(map(math.isfinite, scores.losses.values())):
+            raise self.diverged(self.progress.best_step or 0, f"validation loss {scores.losses['whole']}")
         losses = {**scores.losses, **baselines(corpus.train, val, corpus.tokenizer.vocab_size)}
         self.scored = {"scored_characters": scores.characters}
         if scores.standard_error is not None:

@@ -15,8 +15,13 @@ if TYPE_CHECKING:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line without markup, and without breaking it."""
-    console.print(text, style=style, markup=False, soft_wrap=True)
+    """Print a line without markup, and without breaking it, as `visible`."""
+    console.print(visible(text), style=style, markup=False, soft_wrap=True)
+
+
+def visible(text: str) -> str:
+    r"""Return a text with escapes such as \x1b for the control characters that a terminal would obey."""
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 class Refusal(ValueError):

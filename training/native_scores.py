@@ -14,6 +14,7 @@ import torch
 
 from service.engine import native
 from service.engine.runner import NONE, Piece, Report, Runner
+from service.engine.selfcheck import SelfCheckError
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from training.selfcheck import computes
@@ -49,7 +50,10 @@ class NativeScorer:
         slot_bytes = 2 * 4 * config.n_layer * config.n_kv_head * config.block_size * config.head_dim
         slots = max(threads, min(SLOTS, CACHE_BYTES // slot_bytes))
         weights = {name: value.detach().numpy() for name, value in model.state_dict().items()}
-        runner = native.NativeRunner(config, weights, slots, threads, half_cache=False)
+        try:
+            runner = native.NativeRunner(config, weights, slots, threads, half_cache=False)
+        except SelfCheckError:
+            return None
         return cls(runner, threads) if computes(runner, model) else None
 
     def piece_sums(

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -34,6 +34,7 @@ from training.recipe import (
     window_for,
     with_open,
 )
+from training.run import MIN_SCORED, SCORED_SHARE
 
 LADDER: tuple[dict[str, Any], ...] = (
     {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 128},
@@ -53,31 +54,48 @@ TRAINED_SHARE = 0.85  # share of the time for training; evaluations and the fina
 TIMED_STEPS = 3  # steps timed for each size of window
 # Number of evaluations, characters of each as a share of those trained on, and the least number of characters.
 EVALUATIONS, EVALUATED_SHARE, MIN_EVALUATED = 8, 1 / 100, 30_000
+# Shares of the time that training leaves: for evaluations and for the final scores. Samples take the rest. If the
+# evaluations would take more, there are FEW_EVALUATIONS, of fewer characters.
+TIME_TO_EVALUATE, TIME_TO_SCORE, FEW_EVALUATIONS = 1 / 2, 1 / 3, 4
 # A model with 5.8 parameters per character of its text, trained for 10 epochs, did best with these.
 STRAIN, STRAINED_DROPOUT, DECAY, STRAINED_DECAY, MIN_DROPOUT = 58, 0.12, 0.1, 0.25, 0.03
 
-Speed = Callable[[TrainConfig], float]  # characters/s
+
+class Speed(NamedTuple):
+    """Characters/s."""
+
+    trained: float
+    evaluated: float
 
 
 class Plan:
     """The settings for a time, a text and a machine. Settings that are not in `adaptable` keep their values.
 
-    parts: batch_size must be a multiple of it. speed: measures the training speed of a config.
+    parts: batch_size must be a multiple of it. speed: measures the speed of a config.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, adaptable: Set[str], parts: int, speed: Speed):
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        adaptable: Set[str],
+        parts: int,
+        speed: Callable[[TrainConfig], Speed],
+    ):
         self.corpus, self.adaptable, self.parts, self.speed = corpus, adaptable, parts, speed
         self.deadline = time.monotonic() + 60 * config.minutes * TRAINED_SHARE
         self.length = len(corpus.train)
         start = with_open(config, TUNED_RATES, self.adaptable) if config.init_from else config
         chooses_size = adaptable >= set(SHAPE) and not config.init_from
-        self.rate = math.inf  # speed of the largest size chosen so far; a larger size is no faster
+        self.rate = Speed(math.inf, math.inf)  # of the largest size chosen so far; a larger size is no faster
         for number, size in enumerate(LADDER if chooses_size else ({},)):
             wanted = self.sized(start, size)
             if number and self.parameters(wanted) > MOST_PARAMETERS * self.length:
                 break
             needed = self.parameters(wanted) * (0.0, ENOUGH_FOR_DEPTH, ENOUGH)[min(number, 2)]
-            if needed > self.rate * self.seconds_left or needed > (rate := speed(wanted)) * self.seconds_left:
+            if needed > self.rate.trained * self.seconds_left:
+                break
+            if needed > (rate := speed(wanted)).trained * self.seconds_left:
                 break
             self.config, self.rate = wanted, rate
         if self.characters < SHORT * self.config.tokens_per_step:
@@ -97,7 +115,7 @@ class Plan:
     @property
     def characters(self) -> float:
         """The characters that the run chosen so far trains on in the time left, at most EPOCHS times the text."""
-        return min(EPOCHS * self.length, self.rate * self.seconds_left)
+        return min(EPOCHS * self.length, self.rate.trained * self.seconds_left)
 
     @property
     def planned_characters(self) -> int:
@@ -132,21 +150,30 @@ class Plan:
 
     def schedule(self) -> dict[str, Any]:
         steps = max(MIN_STEPS, int(self.characters) // self.config.tokens_per_step)
-        evaluated = max(MIN_EVALUATED, int(EVALUATED_SHARE * steps * self.config.tokens_per_step))
+        trained = steps * self.config.tokens_per_step
+        training = trained / self.rate.trained  # seconds
+        others = max(60 * self.config.minutes - training, training * (1 / TRAINED_SHARE - 1))
+        most = others * self.rate.evaluated  # characters in this time
+        evaluations, evaluated = EVALUATIONS, max(MIN_EVALUATED, int(EVALUATED_SHARE * trained))
+        if (evaluations + 1) * evaluated > TIME_TO_EVALUATE * most:  # one more, for a remainder of steps
+            evaluations = FEW_EVALUATIONS
+            evaluated = min(evaluated, max(1, int(TIME_TO_EVALUATE * most / (evaluations + 1))))
+        scored = max(1, int(TIME_TO_SCORE * most / 2))  # in windows and streamed
         return {
             "steps": steps,
             "warmup_steps": min(self.config.warmup_steps, steps // 4),
-            "eval_every": max(1, steps // EVALUATIONS),
+            "eval_every": max(1, steps // evaluations),
             "eval_chars": evaluated,
+            "score_chars": str(scored) if scored < max(MIN_SCORED, SCORED_SHARE * trained / 2) else "auto",
             "patience": PATIENCE if self.time_is_left else 0,
         }
 
     def explanation(self) -> Iterator[str]:
         chosen = {name: value for name, value in self.config.as_dict().items() if name in self.adaptable}
         minutes = f"{self.config.minutes:g} minute{'' if self.config.minutes == 1 else 's'}"
-        yield f"for {minutes} at {self.rate:,.0f} characters/s, measured here:{flags(chosen)}; each can be set"
-        needed = duration(self.planned_characters / self.rate / TRAINED_SHARE)
-        if self.planned_characters > self.rate * 60 * self.config.minutes:
+        yield f"for {minutes} at {self.rate.trained:,.0f} characters/s, measured here:{flags(chosen)}; each can be set"
+        needed = duration(self.planned_characters / self.rate.trained / TRAINED_SHARE)
+        if self.planned_characters > self.rate.trained * 60 * self.config.minutes:
             yield f"the run takes about {needed}, as fewer than {plural(MIN_STEPS, 'step')} would teach nothing"
         elif self.time_is_left:
             yield (
@@ -155,8 +182,8 @@ class Plan:
             )
 
 
-def measured_speed(config: TrainConfig, corpus: Corpus, world: World, origin: Origin | None) -> float:
-    """Measure the training speed with these settings, in characters/s.
+def measured_speed(config: TrainConfig, corpus: Corpus, world: World, origin: Origin | None) -> Speed:
+    """Measure the speed with these settings.
 
     Times steps with each size of window and weights each by its share of the run's steps.
     """
@@ -173,4 +200,4 @@ def measured_speed(config: TrainConfig, corpus: Corpus, world: World, origin: Or
             run.step()
             times.append((time.monotonic() - started) / (run.progress.characters - before))
         seconds += percent / 100 * min(times)  # the first step is slower
-    return world.size / seconds
+    return Speed(world.size / seconds, 1 / run.evaluation_seconds())

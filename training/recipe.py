@@ -41,7 +41,7 @@ MIN_EVALUATIONS = 4  # fewer would show little of a run's course
 SHORT_EVALUATIONS = 8  # evaluations of a short run
 
 SETTINGS = frozenset(SHAPE) | {"dropout", "weight_decay", "block_size", "batch_size", "muon_lr", "adamw_lr"}
-SETTINGS |= {"steps", "warmup_steps", "eval_every", "eval_chars", "patience"}
+SETTINGS |= {"steps", "warmup_steps", "eval_every", "eval_chars", "score_chars", "patience"}
 
 
 def fitted(

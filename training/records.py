@@ -6,9 +6,11 @@ This module knows nothing about ids and models.
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,22 @@ BATCH = 1 << 20  # characters of cells joined into one piece
 MAX_SHOWN = 5  # lines of a text shown in a message
 
 _SPACES = rf"[^\S\n{RECORD_SEPARATOR}]*"  # the content of a blank line
+_WHITE_LINE = re.compile(rf"^[^\S\n{RECORD_SEPARATOR}]+$", re.MULTILINE)
 _BLANK_LINES = re.compile(rf"\n(?:{_SPACES}\n)+")
 _MARKS = re.compile(rf"(?:\n{_SPACES})*{RECORD_SEPARATOR}(?:{_SPACES}(?:\n|(?={RECORD_SEPARATOR})))*")
 
 
 class DataError(Refusal):
     """A text that cannot be found, read or trained on; the message says why and what to do."""
+
+
+def without_white_lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield a text in pieces of whole lines. Lines of white space alone are empty."""
+    rest = ""
+    for text in texts:
+        lines, end, rest = (rest + text).rpartition("\n")
+        yield _WHITE_LINE.sub("", lines + end)
+    yield _WHITE_LINE.sub("", rest)
 
 
 def blocks(texts: Iterable[str], separator: str, name: str) -> Iterator[str]:
@@ -129,7 +141,7 @@ def cells(file: Path, lines: Iterable[str], column: str) -> Iterator[str]:
         cell = cell.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
         if RECORD_SEPARATOR in cell:
             raise DataError(f"{file}, line {number:,}: the cell has U+001E (RECORD SEPARATOR), which ends records")
-        found.append(cell + RECORD_SEPARATOR)
+        found.append((cell if cell.strip() else "") + RECORD_SEPARATOR)
         length += len(found[-1])
         if length >= BATCH:
             yield "".join(found)
@@ -138,7 +150,10 @@ def cells(file: Path, lines: Iterable[str], column: str) -> Iterator[str]:
 
 
 def _delimited(file: Path, lines: Iterable[str], column: str, delimiter: str) -> Iterator[tuple[int, str]]:
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    # TSV has no quotes: a cell ends at the next tab or line break.
+    reader = functools.partial(csv.reader, quoting=csv.QUOTE_NONE) if delimiter == "\t" else csv.reader
+    rows = reader(lines, delimiter=delimiter, strict=True)
+    csv.field_size_limit(sys.maxsize)  # 131,072 characters by default
     try:
         names = next(rows, [])
         if names.count(column) != 1:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import platform
+import select
 import shlex
 import signal
 import sys
@@ -58,6 +60,8 @@ from training.state import Progress, ResumeError, Saved, pack
 # minimum, in characters. At that share, scoring takes less than a tenth of the run's time.
 SCORED_SHARE, MIN_SCORED = 1 / 8, 20_000
 ESTIMATE_STEPS = 10  # steps timed to estimate the rest of the run
+# Signals that end a run after a save. If several arrive, the first of these counts. A closed terminal sends SIGHUP.
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class DivergedError(Refusal):
@@ -119,11 +123,11 @@ class RunState:
         init_weights(self.model)
         self.model.to(self.device)
         self.forward = training_forward(self.model, config)
-        self.gradients = FlatGradients(self.model, extra=5)
+        self.gradients = FlatGradients(self.model, extra=3 + len(STOPPING))
         self.lineage = origin.lineage if origin else None
         if origin:
             self.model.load_state_dict(origin.weights)
-        self.halves = halves(config, self.rows // world.size)
+        self.halves = halves(self.model, config, self.rows // world.size)
         self.optimizers = Optimizers(self.model, config, self.halves.map if self.halves else map)
         self.progress = Progress()
         self.run_log: RunLog | None = None  # the log, open in the main process while it trains
@@ -193,11 +197,8 @@ class RunState:
         The estimate allows for the growth of the window, which lengthens a step. It leaves out baselines and samples.
         """
         config, step = self.config, self.progress.step
-        starts, lengths = (part[: max(1, BATCH_CHARS // config.block_size)] for part in self.val_pieces)
+        seconds_each = self.evaluation_seconds()
         self.model.eval()
-        started = time.monotonic()
-        piece_loss(self.model, self.corpus.val, starts, lengths)
-        seconds_each = (time.monotonic() - started) / int(lengths.sum())
         started = time.monotonic()
         count = max(BATCH_CHARS, 2 * STRETCH_WINDOWS * config.block_size)
         reported = sampled_scores(self.model, self.corpus.val, count, self.corpus.records is not None)
@@ -214,6 +215,16 @@ class RunState:
             f"about {duration(training + scoring)} to the end: {duration(training)} of training, {duration(scoring)} "
             f"of scoring {plural(scored, 'validation character')}{more}"
         )
+
+    def evaluation_seconds(self) -> float:
+        """Measure on a part of the validation split how long the evaluation of a character takes."""
+        starts, lengths = (part[: max(1, BATCH_CHARS // self.config.block_size)] for part in self.val_pieces)
+        self.model.eval()
+        started = time.monotonic()
+        piece_loss(self.model, self.corpus.val, starts, lengths)
+        seconds = time.monotonic() - started
+        self.model.train()
+        return seconds / int(lengths.sum())
 
     @property
     def scorings(self) -> int:
@@ -368,17 +379,32 @@ class RunState:
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Append the number of a SIGINT or SIGTERM to the list that is yielded. A second signal kills the process."""
+    """Append the number of a signal in STOPPING to the list that is yielded. A second signal kills the process.
+
+    SIGHUP stays ignored if the process was started so, by nohup.
+    """
     received: list[int] = []
 
     def record(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        if number == signal.SIGHUP:
+            leave_terminal()
         for each in previous:
             signal.signal(each, signal.SIG_DFL)
 
-    previous = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = [number for number in STOPPING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, record) for number in caught}
     try:
         yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def leave_terminal() -> None:
+    """Send what is printed to /dev/null if the terminal is closed, where each write would fail."""
+    for descriptor in (1, 2):
+        polled = select.poll()
+        polled.register(descriptor, 0)
+        if polled.poll(0):  # POLLHUP or POLLERR
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

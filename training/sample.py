@@ -21,7 +21,6 @@ from rich.progress import Progress
 
 from service.constrain.automaton import MinimumLength
 from service.constrain.regex import RegexError, compile_regex, ended
-from service.engine.backends import open_runner
 from service.engine.engine import Engine
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
@@ -32,10 +31,10 @@ from service.wire import Submit
 from training.config import MAX_CANDIDATES, ConfigError
 from training.data import Corpus
 from training.inputs import Encoder, compile_pattern, load_model, splitting_of, training_corpus
-from training.messages import Refusal, plural, unescaped
+from training.messages import Refusal, plural, unescaped, visible
 from training.records import separator_between
 from training.rows import write_rows
-from training.selfcheck import computes
+from training.selfcheck import checked_runner
 
 MAX_RUNNING = 128
 # Consecutive texts that may be skipped before sampling gives up: per requested text, and at most.
@@ -190,7 +189,8 @@ def write(texts: Iterable[tuple[int, list[int]]], count: int, form: str, plan: P
             return characters
         try:
             for number, row in enumerate(rows()):
-                print(plan.between if number else "", row["text"], sep="", end="")
+                text = (plan.between if number else "") + row["text"]
+                print(visible(text) if sys.stdout.isatty() else text, end="")
         finally:  # before an error's line too
             print(flush=True)
     return characters
@@ -292,9 +292,7 @@ def sample_texts(
             candidates match.
     """
     running, threads = min(count, MAX_RUNNING) if drawn is None else MAX_RUNNING, torch.get_num_threads()
-    runner = open_runner(model, slots=running, threads=threads, device=device)
-    if not computes(runner, model):  # gpt.py has changed
-        runner = open_runner(model, "torch", slots=running, threads=threads, device=device)
+    runner = checked_runner(model, slots=running, threads=threads, device=device)
     engine = Engine(runner, max_waiting=running)
     shared = Submit(0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern)
     if condition is not None:

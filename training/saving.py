@@ -13,10 +13,20 @@ import msgspec
 import torch
 from safetensors.torch import save
 
-from service.model.checkpoint import FORMAT_VERSION, MANIFEST, WEIGHTS, Probe, end_of_records, hf_config, layout
+from service.model.checkpoint import (
+    CHANGED,
+    FORMAT_VERSION,
+    MANIFEST,
+    WEIGHTS,
+    Probe,
+    end_of_records,
+    hf_config,
+    layout,
+)
 from service.model.gpt import GPT
 from service.model.tokenizer import RECORD_SEPARATOR, UNKNOWN, CharTokenizer
 from training.folders import replacing_folder
+from training.selfcheck import is_qwen3
 
 
 def named_tensors(model: GPT) -> dict[str, torch.Tensor]:
@@ -24,7 +34,8 @@ def named_tensors(model: GPT) -> dict[str, torch.Tensor]:
     state, tensors = model.state_dict(), dict[str, torch.Tensor]()
     for ours, theirs in layout(model.config).items():
         parts = state[ours].detach().float().cpu().split([shape[0] for shape in theirs.values()])
-        tensors |= {name: part.contiguous() for name, part in zip(theirs, parts, strict=True)}
+        # Cloned, because gpt.py may use a tensor twice, and safetensors stores none twice.
+        tensors |= {name: part.contiguous().clone() for name, part in zip(theirs, parts, strict=True)}
     return tensors
 
 
@@ -50,9 +61,11 @@ def save_checkpoint(
     if end is not None:
         special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.encode(end)[0])
     stored = {name: t.to(getattr(torch, dtype)) for name, t in named_tensors(model).items()}
-    probe = _probe(model, stored, tokenizer)
+    copy = _stored_model(model, stored)
+    probe = Probe.of(lambda ids: copy(torch.tensor([ids]))[0].numpy(), tokenizer)
     if all(map(math.isfinite, probe.log_probabilities)):
         training = {**training, "probe": msgspec.to_builtins(probe)}
+    claimed = {} if is_qwen3(copy) else CHANGED
     generation: dict[str, Any] = {**special}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if tokenizer.unknown_id is not None:  # the service does not sample the unknown symbol either
@@ -63,7 +76,7 @@ def save_checkpoint(
     if generation:
         extra = {"generation_config.json": _dump(generation), **(extra or {})}
     files = {
-        "config.json": _dump(hf_config(model.config) | {"dtype": dtype} | special),
+        "config.json": _dump(hf_config(model.config) | {"dtype": dtype} | special | claimed),
         WEIGHTS: save(stored, {"format": "pt"}),
         "tokenizer.json": _dump(_hf_tokenizer(tokenizer)),
         "tokenizer_config.json": _dump(about),
@@ -81,15 +94,14 @@ def save_checkpoint(
         raise
 
 
-@torch.no_grad()
-def _probe(model: GPT, stored: Mapping[str, torch.Tensor], tokenizer: CharTokenizer) -> Probe:
-    """Return a probe of the weights as they are stored, computed by the current GPT.forward in float64."""
+def _stored_model(model: GPT, stored: Mapping[str, torch.Tensor]) -> GPT:
+    """Return a model with the weights as they are stored, in float64 on the CPU."""
     with torch.random.fork_rng(devices=[]):  # a new model draws weights
-        copy = GPT(model.config).double().eval()
+        copy = GPT(model.config).double().eval().requires_grad_(False)
     copy.load_state_dict(
         {ours: torch.cat([stored[name] for name in theirs]) for ours, theirs in layout(model.config).items()}
     )
-    return Probe.of(lambda ids: copy(torch.tensor([ids]))[0].numpy(), tokenizer)
+    return copy
 
 
 def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:
@@ -116,4 +128,4 @@ def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -6,6 +6,8 @@ gpt.py.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from service.engine.backends import open_runner
 from service.engine.runner import NONE, Piece, Report, Runner
 from service.engine.selfcheck import TOLERANCES as TOLERANCE
+from service.engine.selfcheck import SelfCheckError, other_weight
 from service.model.attention import logits_of
 from service.model.checkpoint import layout
 from service.model.config import GPTConfig
@@ -32,6 +36,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 # Windows and the most characters of each: LONG to compare the formulas, SHORT to compare the kernels.
 LONG, SHORT = (1, 512), (3, 64)
 SERVED = 8  # characters compared with the service's reference
+IS_SAME = 1e-3  # largest error of a logit of the same formula, as a share of the largest logit or of 1
 
 Named = dict[str, Tensor]
 
@@ -51,6 +56,8 @@ def first_difference(config: GPTConfig, dtype: torch.dtype, rows: int) -> str | 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _randomized(config)
+        if wrong := other_weight(config, model.state_dict()):
+            return f"the fast step of fused.py has other weights, so this run goes through autograd: {wrong}"
         for each, (windows, length) in ((torch.float32, LONG), (dtype, SHORT)):
             idx = torch.randint(config.vocab_size, (windows, min(config.block_size, length) + 1))
             model.train(each == torch.float32)  # dropout draws the same masks in both only in float32
@@ -150,12 +157,16 @@ def _seconds(forward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
 
 
 def refuse_other_weights(config: GPTConfig) -> None:
-    """Raise Refusal if the names or shapes of the model's weights differ from those in a checkpoint."""
+    """Raise Refusal if a checkpoint cannot hold the model's weights, by their names and shapes."""
     with torch.random.fork_rng(devices=[]):
         found = {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
+    files = layout(config)
+    for name in {**found, **files}:
+        if found.get(name) == () or () in files.get(name, {}).values():
+            raise Refusal(f"checkpoints hold no scalars: give the weight {name} the shape (1,) in gpt.py and layout()")
     held = {
         name: (sum(shape[0] for shape in parts.values()), *next(iter(parts.values()))[1:])
-        for name, parts in layout(config).items()
+        for name, parts in files.items()
     }
     if found != held:
         wrong = sorted({*found, *held}, key=lambda name: (found.get(name) == held.get(name), name))[0]
@@ -165,12 +176,21 @@ def refuse_other_weights(config: GPTConfig) -> None:
         )
 
 
+def checked_runner(model: GPT, **options: Any) -> Runner:
+    """Open a runner that computes GPT.forward: on backend torch if the default backend computes another model.
+
+    options: as for `open_runner`.
+    """
+    with contextlib.suppress(SelfCheckError):
+        runner = open_runner(model, **options)
+        if computes(runner, model):
+            return runner
+    return open_runner(model, "torch", **options)
+
+
 @torch.no_grad()
 def computes(runner: Runner, model: GPT) -> bool:
-    """Return whether a backend's logits after SERVED characters equal those of GPT.forward.
-
-    Logits that overflow count as equal, because they allow no comparison.
-    """
+    """Return whether a backend's logits after SERVED characters are finite and equal those of GPT.forward."""
     V, ids = model.config.vocab_size, np.arange(SERVED, dtype=np.int32) ** 2 % model.config.vocab_size
     runner.start(0, SamplingParams(seed=0), ids.tolist())
     targets = np.append(ids[1:], np.int32(NONE))
@@ -179,7 +199,22 @@ def computes(runner: Runner, model: GPT) -> bool:
     exact = model(torch.from_numpy(ids[None]).long().to(model.head.weight.device))[0].double().cpu().numpy()
     difference = found - exact  # a constant in each row if both agree
     error = np.abs(difference - difference.mean(axis=1, keepdims=True)).max()
-    return not np.isfinite(error) or bool(error <= TOLERANCE[runner.dtype] * max(1.0, np.abs(exact).max()))
+    return bool(error <= TOLERANCE[runner.dtype] * max(1.0, np.abs(exact).max()))
+
+
+@torch.no_grad()
+def is_qwen3(model: GPT) -> bool:
+    """Return whether GPT.forward with these weights gives the logits of Qwen3, which fused.py computes too.
+
+    model: on the CPU, in evaluation mode.
+    """
+    if other_weight(model.config, model.state_dict()):
+        return False
+    exact, length = copy.deepcopy(model).double(), min(SERVED, model.config.block_size)
+    idx = torch.arange(length)[None] ** 2 % model.config.vocab_size
+    logits = exact(idx)
+    error = (FusedForward(exact, torch.float64)(idx) - logits).abs().max()
+    return bool(error <= IS_SAME * logits.abs().max().clamp(min=1.0))
 
 
 def is_servable(config: GPTConfig) -> bool:
@@ -189,6 +224,8 @@ def is_servable(config: GPTConfig) -> bool:
         model = _randomized(config).eval()
         ids = torch.arange(SERVED) ** 2 % config.vocab_size
         weights = {name: value.numpy() for name, value in model.state_dict().items()}
+        if other_weight(config, weights):
+            return False
         exact = logits_of(weights, config, ids.tolist())
         error = np.abs(model(ids[None])[0].double().numpy() - exact).max()
     return bool(error <= TOLERANCE["float32"] * max(1.0, np.abs(exact).max()))

@@ -106,7 +106,7 @@ def pack(
         "progress": asdict(progress),
     }
     saved = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return {STATE: (json.dumps(state, indent=2) + "\n").encode(), TENSORS: save(saved)}
+    return {STATE: (json.dumps(state, indent=2, allow_nan=False) + "\n").encode(), TENSORS: save(saved)}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from service.constrain.automaton import Guide
 from service.engine.runner import FAILED, NONE, Outcome, Piece, Report, Runner, allowed_by, report_of
+from service.engine.selfcheck import refuse_other_weights
 from service.model.gpt import GPT, rope_angles
 from service.model.kv_cache import additive
 from service.model.params import SamplingParams
@@ -365,6 +366,7 @@ class CudaRunner(Runner):
             return weight.detach().to(self._device, kind, copy=True).contiguous()
 
         weights = model.state_dict()
+        refuse_other_weights(self.backend, c, weights)
         blocks = [block.state_dict() for block in model.blocks]
         if self._is_group_first:  # `proj` takes its inputs (nkv · group · hs) in the order of attention's output
             for block in blocks:

@@ -20,7 +20,7 @@ import numpy as np
 
 from service.constrain.automaton import Automaton, Guide, MinimumLength
 from service.engine.runner import NONE, Outcome, Piece, Report, Runner
-from service.model.checkpoint import layout
+from service.engine.selfcheck import refuse_other_weights
 from service.model.config import GPTConfig
 from service.model.ngrams import ORDER, NGrams
 from service.model.params import SamplingParams
@@ -34,6 +34,8 @@ _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VARIANTS = {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
 
+# The weights of a block in the order of `Net::pack`.
+_BLOCK = ("attn_norm", "attn.qkv", "attn.q_norm", "attn.k_norm", "attn.proj", "mlp_norm", "mlp.gate_up", "mlp.proj")
 _PARAMS = struct.Struct("=7dQ5q5Q")  # ChargptParams
 _ITEM = np.dtype(
     [(name, "i4") for name in ("slot", "count", "steps", "alternatives")]
@@ -159,8 +161,8 @@ class NativeRunner(Runner):
         only.
 
     Raises:
-        ValueError: a weight has another shape than the config's or is not a float32, or the CPU does not compute in
-            dtype.
+        ValueError: a weight is not a float32, or the CPU does not compute in dtype.
+        SelfCheckError: the model has other weights than native.cpp.
         RuntimeError: the library cannot be used, or lacks the memory or threads to start.
     """
 
@@ -182,7 +184,10 @@ class NativeRunner(Runner):
         if dtype not in possible:
             raise ValueError(f"on this CPU the native backend computes in {' or '.join(possible)}, got {dtype}")
         self._engine, self._process = c_void_p(), os.getpid()
-        singles = [_single(name, weights[name], parts) for name, parts in layout(config).items()]
+        refuse_other_weights(self.backend, config, weights)  # the library is given pointers
+        blocks = [f"blocks.{layer}.{name}" for layer in range(config.n_layer) for name in _BLOCK]
+        names = [f"{name}.weight" for name in ("embed", *blocks, "norm", "head")]
+        singles = [_single(name, weights[name]) for name in names]
         is_half = half_cache and dtype == "float32" and all(map(_fits_half, singles))
         number = possible.index(dtype) if half_cache or dtype != "float32" else FULL
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
@@ -319,11 +324,7 @@ def _addresses(automaton: Automaton, minimum: MinimumLength | None) -> tuple[tup
     return (*pointers, automaton.table.shape[1], layers.shape[1], len(layers), minimum.repeat if minimum else 0), arrays
 
 
-def _single(name: str, weight: np.ndarray, parts: dict[str, tuple[int, ...]]) -> np.ndarray:
-    (rows, *rest), *others = parts.values()
-    shape = (rows + sum(other[0] for other in others), *rest)
-    if weight.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {weight.shape}")
+def _single(name: str, weight: np.ndarray) -> np.ndarray:
     single = np.ascontiguousarray(weight, np.float32)
     if not np.array_equal(single, weight, equal_nan=True):
         raise ValueError(f"{name} has values that are not float32 numbers")

@@ -9,12 +9,15 @@ log-probabilities that the model gave when it was saved. The check finds gross e
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from service.engine.runner import NONE, Piece, Report, Runner
-from service.model.attention import logits_of
+from service.model.attention import logits_of, weight_shapes
 from service.model.checkpoint import Checkpoint, Forward
+from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from service.wire import floats
 
@@ -25,6 +28,21 @@ MAX_LENGTH, MAX_WORK = 1100, 1e9  # limits of the long text: characters, and cha
 
 class SelfCheckError(RuntimeError):
     """A backend does not compute the model; the message names the backend and the difference."""
+
+
+def other_weight(config: GPTConfig, weights: Mapping[str, Any]) -> str | None:
+    """Return a weight of a changed gpt.py that the hand-written models do not have so, or None if they have all."""
+    found, expected = {name: tuple(value.shape) for name, value in weights.items()}, weight_shapes(config)
+    for name in sorted({*found, *expected}):
+        if found.get(name) != expected.get(name):
+            return f"{name} has shape {found.get(name, 'none')} instead of {expected.get(name, 'none')}"
+    return None
+
+
+def refuse_other_weights(backend: str, config: GPTConfig, weights: Mapping[str, Any]) -> None:
+    """Raise SelfCheckError if a backend cannot compute a model with these weights."""
+    if wrong := other_weight(config, weights):
+        raise SelfCheckError(f"backend {backend} does not compute the model: {wrong}; use --backend torch")
 
 
 def check(runner: Runner, checkpoint: Checkpoint, is_short: bool = False) -> None:
@@ -73,9 +91,11 @@ def check(runner: Runner, checkpoint: Checkpoint, is_short: bool = False) -> Non
 
 def _forward_of_gpt(runner: Runner, checkpoint: Checkpoint) -> Forward:
     """Return the reference for a model that was trained with a changed gpt.py: GPT.forward in float64."""
-    trained = "it was trained with a changed gpt.py"
     if runner.backend != "torch":
-        raise SelfCheckError(f"backend {runner.backend} does not compute the model: {trained}; use --backend torch")
+        raise SelfCheckError(
+            f"backend {runner.backend} does not compute the model: it was trained with a changed gpt.py; use "
+            "--backend torch"
+        )
     import torch
 
     model = checkpoint.load_model(dtype=torch.float64)
@@ -84,11 +104,6 @@ def _forward_of_gpt(runner: Runner, checkpoint: Checkpoint) -> Forward:
         logits: np.ndarray = model(torch.tensor([ids]))[0].numpy()
         return logits
 
-    if not checkpoint.is_computed_by(forward):
-        raise SelfCheckError(
-            f"backend torch does not compute the model: {trained}, and service/model/gpt.py is another here; serve it "
-            "from the source tree that trained it"
-        )
     return forward
 
 

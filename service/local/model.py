@@ -27,6 +27,7 @@ from service import BUNDLED
 from service.engine import native
 from service.engine.backends import open_runner, resolve
 from service.engine.engine import Engine
+from service.engine.runner import Runner
 from service.engine.selfcheck import SelfCheckError, check
 from service.local.results import Acceptance, Answer, Answers, Character, Next, Results, Score
 from service.local.thread import Call, EngineThread, Running
@@ -95,16 +96,23 @@ def load(
     chosen, _ = resolve(backend, dtype, device)
     if backend == "auto" and chosen == "torch" and (reason := native.why_not()):
         warnings.warn(f"running on backend torch, because native is not available: {reason}", stacklevel=2)
-    runner = open_runner(checkpoint, chosen, dtype, slots, threads, device)
+
+    def opened(backend: str) -> Runner:
+        runner = open_runner(checkpoint, backend, dtype, slots, threads, device)
+        try:
+            check(runner, checkpoint, is_short=True)  # a script may load often
+        except SelfCheckError:
+            runner.close()
+            raise
+        return runner
+
     try:
-        check(runner, checkpoint, is_short=True)  # a script may load often
+        runner = opened(chosen)
     except SelfCheckError as error:
-        runner.close()
         if backend != "auto" or chosen == "torch":
             raise
         warnings.warn(f"running on backend torch: {error}", stacklevel=2)
-        runner = open_runner(checkpoint, "torch", dtype, slots, threads, device)
-        check(runner, checkpoint, is_short=True)
+        runner = opened("torch")
     return Model(checkpoint, Engine(runner, max_waiting=MAX_ID, is_fair=False))
 
 

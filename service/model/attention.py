@@ -24,6 +24,28 @@ class LayerAttention(NamedTuple):
     values: Array  # (nh, T, hs): the weights mix these
 
 
+def weight_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of this model, by the names of GPT's parameters.
+
+    The backends `native` and `cuda` and training/fused.py have no others. `layout` in checkpoint.py has those of a
+    file, which a changed gpt.py may need to extend.
+    """
+    assert config.n_inner is not None
+    C, F, V, hs = config.n_embd, config.n_inner, config.vocab_size, config.head_dim
+    block: dict[str, tuple[int, ...]] = {
+        "attn_norm": (C,),
+        "attn.qkv": ((config.n_head + 2 * config.n_kv_head) * hs, C),
+        "attn.q_norm": (hs,),
+        "attn.k_norm": (hs,),
+        "attn.proj": (C, C),
+        "mlp_norm": (C,),
+        "mlp.gate_up": (2 * F, C),
+        "mlp.proj": (C, F),
+    }
+    blocks = {f"blocks.{i}.{name}.weight": shape for i in range(config.n_layer) for name, shape in block.items()}
+    return {"embed.weight": (V, C), **blocks, "norm.weight": (C,), "head.weight": (V, C)}
+
+
 def logits_of(weights: Mapping[str, Array], config: GPTConfig, ids: list[int]) -> Array:
     """Return the logits of a text, (T, V), computed by `attention_layers`."""
     logits = np.empty((len(ids), config.vocab_size))

@@ -1,6 +1,7 @@
 """A checkpoint: a plain Hugging Face model folder, which transformers loads unchanged.
 
-    config.json            model_type qwen3, a sliding window of W in every layer, and a `chargpt` section
+    config.json            model_type qwen3, a sliding window of W in every layer, and a `chargpt` section; of a model
+                           that a changed gpt.py trained, model_type chargpt, which no other program loads
     model.safetensors      weights under the names of Qwen3
     tokenizer.json         one id for each character; AutoTokenizer reads it with tokenizer_config.json
     training.json          recipe, seed, data hash, losses, versions, and a probe (see `Probe`)
@@ -71,6 +72,10 @@ CONFIG_NAMES = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
 }
+
+
+# The values in config.json of a model of a changed gpt.py, so that no other program loads it as Qwen3.
+CHANGED = {"architectures": ["ChargptForCausalLM"], "model_type": "chargpt"}
 
 
 class CheckpointError(ValueError):
@@ -300,14 +305,17 @@ class Checkpoint:
     def is_computed_by(self, forward: Forward) -> bool:
         """Return True if `forward`, with these weights, gives the probe's log-probabilities within the tolerance.
 
-        The result is False if gpt.py computes another function than when the checkpoint was saved. It is True if there
-        is no probe or if logits overflow.
+        The result is False if `forward` computes another function than gpt.py when the checkpoint was saved, or lacks
+        a weight. It is True if there is no probe.
         """
         if self.probe is None:
             return True
         recorded = np.array(self.probe.log_probabilities)
-        error = np.abs(_log_probabilities(forward, self.tokenizer.encode(self.probe.text)) - recorded).max()
-        return not np.isfinite(error) or bool(error <= _PROBE_TOLERANCE * max(1.0, np.abs(recorded).max()))
+        try:
+            found = _log_probabilities(forward, self.tokenizer.encode(self.probe.text))
+        except KeyError:  # the model has other weights
+            return False
+        return bool(np.abs(found - recorded).max() <= _PROBE_TOLERANCE * max(1.0, np.abs(recorded).max()))
 
     def load_weights(self) -> dict[str, np.ndarray]:
         """Return the weights by the names of GPT's parameters, in the precision of the file, without torch.
@@ -367,15 +375,24 @@ class Checkpoint:
         """Return the model in evaluation mode, by default in fp32.
 
         Raises:
-            CheckpointError: as in `load_weights`.
+            CheckpointError: as in `load_weights`; or gpt.py is not the one that was trained.
         """
         import torch
 
         from service.model.gpt import GPT
 
-        model = GPT(self.config)
-        model.load_state_dict({name: torch.from_numpy(value) for name, value in self.load_weights().items()})
-        return model.to(device, dtype or torch.float32).eval().requires_grad_(False)
+        model = GPT(self.config).double().eval().requires_grad_(False)  # float64: as the probe
+        try:
+            model.load_state_dict({name: torch.from_numpy(value) for name, value in self.load_weights().items()})
+            is_same = self.is_computed_by(lambda ids: model(torch.tensor([ids]))[0].numpy())
+        except RuntimeError:  # gpt.py has other weights
+            is_same = False
+        if not is_same:
+            raise CheckpointError(
+                f"{self.path} was trained with another service/model/gpt.py, which computes another model: use that "
+                "gpt.py, or train again with this one"
+            )
+        return model.to(device, dtype or torch.float32)
 
 
 def end_of_records(training: Mapping[str, Any], tokenizer: CharTokenizer) -> str | None:
@@ -492,7 +509,7 @@ def _parse_config(file: Path, data: bytes) -> GPTConfig:
             f"{file}: chargpt.format_version is {_short(about.chargpt.format_version)}, this program reads "
             f"{FORMAT_VERSION}"
         )
-    if about.model_type != "qwen3":
+    if about.model_type not in ("qwen3", CHANGED["model_type"]):
         raise CheckpointError(f"{file}: model_type is {_short(about.model_type)}, not 'qwen3'")
     try:
         config = GPTConfig(**{ours: values[theirs] for ours, theirs in CONFIG_NAMES.items()})
@@ -501,7 +518,7 @@ def _parse_config(file: Path, data: bytes) -> GPTConfig:
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
     for key, value in hf_config(config).items():
-        if key not in ("architectures", "max_position_embeddings") and values.get(key, value) != value:
+        if key not in (*CHANGED, "max_position_embeddings") and values.get(key, value) != value:
             raise CheckpointError(f"{file}: {key} must be {_short(value)}, got {_short(values[key])}")
     return config
 

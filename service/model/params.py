@@ -1,8 +1,9 @@
 """The sampling parameters, with the bounds and the meaning of each.
 
 service/text/requests.py builds the HTTP schema from these fields, and service/wire.py sends them to a worker.
-sampling.py (also for cuda.py) and native.cpp implement them. A new parameter also needs a field in requests.py, and a
-flag in training/__main__.py and sample.py. This module loads without torch.
+sampling.py (also for cuda.py) and native.cpp implement them. Both read `factors`, in which a new parameter must be, and
+native.py packs it. A new parameter also needs a field in requests.py, no entry in foreign.py, and a flag in
+training/__main__.py and sample.py. This module loads without torch.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from service.engine import native
 from service.engine.backends import open_runner, resolve
 from service.engine.native import NativeRunner
 from service.engine.runner import FAILED, NONE, Piece, Report, report_of
+from service.engine.selfcheck import SelfCheckError
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.ngrams import NGrams
@@ -368,7 +369,13 @@ def test_border_refuses_what_would_read_or_write_elsewhere():
 
 def test_other_dtypes_and_shapes_of_weights_are_refused():
     given = weights(random_model()) | {"blocks.1.mlp.proj.weight": np.zeros((16, 4), np.float32)}
-    with pytest.raises(ValueError, match=r"blocks.1.mlp.proj.weight must have shape \(16, 48\), got \(16, 4\)"):
+    with pytest.raises(SelfCheckError, match=r"blocks.1.mlp.proj.weight has shape \(16, 4\) instead of \(16, 48\)"):
+        NativeRunner(random_model().config, given, 1, 1)
+    for name, shape in ("blocks.0.scale", (16,)), ("pos.weight", (8, 16)):  # they once shifted all later pointers
+        with pytest.raises(SelfCheckError, match=f"{name} has shape .* instead of none; use --backend torch"):
+            NativeRunner(random_model().config, {name: np.ones(shape, np.float32), **weights(random_model())}, 1, 1)
+    given = {name: value for name, value in weights(random_model()).items() if "q_norm" not in name}
+    with pytest.raises(SelfCheckError, match=r"blocks.0.attn.q_norm.weight has shape none instead of \(\d+,\)"):
         NativeRunner(random_model().config, given, 1, 1)
     model = random_model().double()
     model.head.weight[0, 0] += 1e-12

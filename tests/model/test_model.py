@@ -6,9 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.model import gpt
 from service.model.config import GPTConfig
 from service.model.gpt import banded_attention
 from service.model.kv_cache import CacheRows, KVCache
+from service.model.params import SamplingParams
 from tests import reference
 from tests.helpers import random_model, save_random
 
@@ -25,8 +27,9 @@ def test_logits_equal_the_explicit_loop_reference(tmp_path):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-def test_logits_equal_transformers_qwen3(tmp_path):
-    from transformers import AutoModelForCausalLM
+def test_logits_equal_transformers_qwen3(tmp_path, monkeypatch):
+    """transformers does not load the model of a changed gpt.py, which it once computed as Qwen3."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.models.qwen3 import Qwen3ForCausalLM
 
     checkpoint = save_random(tmp_path / "ck", block_size=16, n_layer=3, n_embd=32)
@@ -36,6 +39,18 @@ def test_logits_equal_transformers_qwen3(tmp_path):
     with torch.no_grad():
         expected = theirs(idx).logits
     torch.testing.assert_close(checkpoint.load_model()(idx), expected, rtol=0, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ck", padding_side="left")
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    batch = tokenizer(["Hi", "Hello"], padding=True, return_tensors="pt")
+    found = theirs.generate(**batch, max_new_tokens=20, do_sample=False)[:, 5:].tolist()
+    model, greedy = checkpoint.load_model(), SamplingParams(temperature=0)
+    assert found == [model.generate(checkpoint.tokenizer.encode(text), 20, greedy) for text in ("Hi", "Hello")]
+    forward = gpt.SwiGLU.forward
+    monkeypatch.setattr(gpt.SwiGLU, "forward", lambda self, x: 0.9 * forward(self, x))
+    changed = save_random(tmp_path / "changed", block_size=16, n_embd=32)
+    assert AutoTokenizer.from_pretrained(changed.path).decode([0, 5]) == changed.tokenizer.decode([0, 5])
+    with pytest.raises(ValueError, match="model type `chargpt` but Transformers does not recognize this"):
+        AutoModelForCausalLM.from_pretrained(changed.path)
 
 
 @pytest.mark.parametrize("T", [3, 7, 8, 29])

@@ -13,6 +13,17 @@ from service.model.sampling import Draws, Sampler, uniforms
 from tests.sampler import History, distribution, draw, sample
 
 
+def test_samplers_are_given_every_parameter():
+    """A field that is not in `factors` would be accepted, and read by nothing."""
+
+    def given_to_samplers(params):
+        return params.factors, params.seed, params.top_k, params.logit_bias
+
+    for name in SamplingParams.__struct_fields__:
+        other = ((3, 1.5),) if name == "logit_bias" else 7 if name in ("seed", "top_k") else 0.25
+        assert given_to_samplers(SamplingParams(**{name: other})) != given_to_samplers(SamplingParams()), name
+
+
 def history_of(V, prompt, completion):
     history = History(V, [i % V for i in prompt])
     for i in completion:

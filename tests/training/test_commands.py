@@ -375,10 +375,10 @@ def test_records_that_were_shuffled_otherwise_are_not_scored(tmp_path, output_of
     model = random_model(vocab_size=corpus.tokenizer.vocab_size)
     save_checkpoint(tmp_path / "new", model, corpus.tokenizer, about)
     assert "whole" in output_of("evaluate", "--checkpoint", tmp_path / "new")
-    old = {name: value for name, value in corpus.describe().items() if name != "split"}
-    save_checkpoint(tmp_path / "old", model, corpus.tokenizer, {**about, "data": old})
-    for command in ("evaluate", "report"):
-        assert "which shuffled records in another order" in error_of(command, "--checkpoint", tmp_path / "old")
+    for old in ({"split": None}, {"records": corpus.records + 1}):
+        save_checkpoint(tmp_path / "old", model, corpus.tokenizer, {**about, "data": {**corpus.describe(), **old}})
+        for command in ("evaluate", "report"):
+            assert "which shuffled records in another order" in error_of(command, "--checkpoint", tmp_path / "old")
 
 
 def test_sample_of_a_text_without_line_breaks(tmp_path, output_of, error_of):

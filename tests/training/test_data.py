@@ -264,6 +264,26 @@ def test_files_folders_and_gzip_are_concatenated(tmp_path):
     assert prepare(str(tmp_path / "whole.txt")).sha256 == corpus.sha256
 
 
+def test_a_file_of_several_names_is_read_once(tmp_path):
+    """Half of its copies were once in the validation split."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "ab":
+        (folder / f"{name}.txt").write_text(f"the text of the file {name}\n" * 3)
+    once = prepare(str(folder))
+    assert once.notes == ()
+    (folder / "c.txt").symlink_to(folder / "a.txt")
+    (folder / "d.txt").hardlink_to(folder / "b.txt")
+    (tmp_path / "link").symlink_to(folder)
+    linked = prepare(str(folder))
+    assert linked.sha256 == once.sha256
+    assert linked.notes == (f"read once, under its first name: 2 files: {folder}/c.txt, {folder}/d.txt",)
+    twice = prepare([str(folder / "b.txt"), str(tmp_path / "link"), str(folder / "a.txt")])
+    assert twice.tokenizer.decode(twice.ids) == "".join((folder / f"{name}.txt").read_text() for name in "ba")
+    [note] = twice.notes
+    assert "4 files" in note and str(tmp_path / "link" / "b.txt") in note
+
+
 def test_binary_files_of_a_folder_are_skipped_and_counted(tmp_path):
     """But not texts in other encodings, which are to be converted."""
     folder = tmp_path / "code"
@@ -306,13 +326,17 @@ def test_glob_chooses_among_the_files_of_a_folder(tmp_path):
         names("*.png")
 
 
-@given(st.lists(st.text("abc€", max_size=6), min_size=10, max_size=60), st.booleans(), st.integers(1, 9))
+@given(st.lists(st.text("abc€ \t", max_size=6), min_size=10, max_size=60), st.booleans(), st.integers(1, 9))
 @settings(max_examples=50)
 def test_records_are_shuffled_and_one_in_ten_validates(tmp_path_factory, lines, ended, chunk):
-    """At any chunk size records stay whole, each after a line break and ended by its own; empty lines are none."""
-    text = "\n".join(lines) + ("\n" if ended or not lines[-1] else "")
-    records = [line for line in lines if line]
-    assume(len(set(text)) > 1 and len(text) >= data.MIN_CHARACTERS and len(records) >= 10)
+    """At any chunk size records stay whole, each after a line break and ended by its own; blank lines are none."""
+    text = "\n".join(lines) + ("\n" if ended or not lines[-1].strip() else "")
+    records = [line for line in lines if line.strip()]
+    assume(
+        len({*"".join(records)}) > 0
+        and len("".join(f"{it}\n" for it in records)) >= data.MIN_CHARACTERS
+        and len(records) >= 10
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(data, "CHUNK_BYTES", chunk)
@@ -468,15 +492,20 @@ def test_patterns_that_exclude_nothing_are_named(tmp_path):
 
 
 def test_a_file_of_another_encoding_is_refused_with_a_command_that_converts_it(tmp_path):
-    """Which can be pasted into a shell."""
-    for name in ("a b.txt", "plain.txt.gz"):
-        content = b"caf\xe9 na\xefve " * 9
+    """Once the user has filled in the encoding. It once named WINDOWS-1252 alone, which reads Chinese as garbage."""
+    for name, text, encoding in (
+        ("a b.txt", "café naïve ", "WINDOWS-1252"),
+        ("plain.txt.gz", "中文字符 ", "GB18030"),
+        ("c.txt", "日本語 ", "SHIFT_JIS"),
+    ):
+        content = (9 * text).encode(encoding)
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         with pytest.raises(DataError) as error:
             prepare(str(tmp_path / name))
-        command = str(error.value).split("for example with ")[1]
-        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-        assert (tmp_path / "converted.txt").read_text() == "café naïve " * 9
+        command, _, encodings = str(error.value).split("convert it first, with ")[1].partition("; ENCODING is for")
+        assert encoding in encodings
+        subprocess.run(command.replace("ENCODING", encoding), shell=True, check=True, cwd=tmp_path)
+        assert (tmp_path / "converted.txt").read_text() == text * 9
     packed = tmp_path / "it's.zip"
     packed.write_bytes(b"PK\3\4" + b"\xff" * 40)
     with pytest.raises(DataError) as error:

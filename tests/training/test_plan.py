@@ -11,8 +11,9 @@ from tests.helpers import save_random
 from tests.training.test_training import TEXT, call, flags
 from training.config import TrainConfig
 from training.data import prepare
-from training.plan import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan
+from training.plan import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan, Speed
 from training.recipe import EPOCHS, SETTINGS
+from training.run import MIN_SCORED, SCORED_SHARE
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +29,18 @@ def prepare_lines(folder, count):
 
 @pytest.fixture
 def plan(monkeypatch):
-    """Plans a run. speed: characters/s times the model's parameters, each of them measured in 0.1 s."""
+    """Plans a run. speed: characters/s times the model's parameters, each of them measured in 0.1 s. An evaluation is
+    `faster` times as fast.
+    """
     now = 0.0
     monkeypatch.setattr("training.plan.time.monotonic", lambda: now)
 
-    def make(corpus, minutes, speed, adaptable=SETTINGS, parts=1, **settings):
+    def make(corpus, minutes, speed, adaptable=SETTINGS, parts=1, faster=3.0, **settings):
         def measure(config):
             nonlocal now
             now += 0.1
-            return speed / config.model_config(corpus.tokenizer.vocab_size).num_parameters
+            trained = speed / config.model_config(corpus.tokenizer.vocab_size).num_parameters
+            return Speed(trained, faster * trained)
 
         return Plan(TrainConfig(minutes=minutes, **settings), corpus, adaptable, parts, measure)
 
@@ -53,11 +57,11 @@ def test_more_minutes_give_larger_models_and_no_more_steps_than_the_time_has(pla
         found = plan(corpus, minutes, speed)
         characters = found.config.steps * found.config.tokens_per_step
         assert found.seconds_left < 60 * minutes * TRAINED_SHARE, "what was measured took time"
-        allowed = min(found.rate * found.seconds_left, EPOCHS * found.length)
+        allowed = min(found.rate.trained * found.seconds_left, EPOCHS * found.length)
         assert found.config.steps > 100 and allowed - found.config.tokens_per_step < characters <= allowed
         assert found.parameters(found.config) <= MOST_PARAMETERS * found.length
         if size_of(found.config) != (LADDER[0]["n_layer"], LADDER[0]["n_embd"]):
-            assert found.rate * found.seconds_left >= ENOUGH_FOR_DEPTH * found.parameters(found.config)
+            assert found.rate.trained * found.seconds_left >= ENOUGH_FOR_DEPTH * found.parameters(found.config)
         sizes.append(found.parameters(found.config))
     assert sizes == sorted(sizes) and len(set(sizes)) >= 3
 
@@ -81,6 +85,27 @@ def test_a_time_that_is_too_short_is_said(plan, corpus):
     assert "the run takes about" in late and "fewer than 100 steps" in late
 
 
+@pytest.mark.parametrize("faster", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("minutes", [0.5, 1, 4])
+def test_evaluations_and_scores_end_in_time_at_any_speed(plan, corpus, minutes, faster):
+    """A slow machine once evaluated 270,000 characters beside 102,000 trained ones. A fast one still does."""
+    evaluated = []
+    for speed in (3e8, 1e9, 1e10, 1e11):
+        found = plan(corpus, minutes, speed, faster=faster)
+        config, rate, val = found.config, found.rate, len(corpus.val)
+        steps, trained = config.steps, config.steps * config.tokens_per_step
+        evaluations = sum(step % config.eval_every == 0 or step == steps for step in range(1, steps + 1))
+        each = min(val, max(config.eval_chars, config.block_size))
+        auto = max(MIN_SCORED, trained * SCORED_SHARE / 2)
+        scored = 2 * min(val, auto if config.score_chars == "auto" else int(config.score_chars))
+        seconds = trained / rate.trained + (evaluations * each + scored) / rate.evaluated
+        assert seconds <= 1.01 * max(60 * minutes, trained / rate.trained / TRAINED_SHARE)
+        assert evaluations >= 4
+        evaluated.append(config.eval_chars)
+    assert faster < 3 or evaluated[-1] >= 30_000
+    assert minutes > 0.5 or evaluated[0] < 30_000
+
+
 def test_what_the_user_sets_stays(plan, corpus):
     given = {"n_layer": 3, "batch_size": 5, "dropout": 0.2}
     found = plan(corpus, 15, 2e10, SETTINGS - given.keys(), **given).config
@@ -90,7 +115,7 @@ def test_what_the_user_sets_stays(plan, corpus):
 
 
 def test_a_run_of_minutes_is_repeated_by_what_it_printed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.jobs.measured_speed", lambda *_: 1_500.0)
+    monkeypatch.setattr("training.jobs.measured_speed", lambda *_: Speed(1_500.0, 1_500.0))
     (tmp_path / "text.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(20 * TEXT.splitlines())))
     common = {"data": tmp_path / "text.txt", "threads": 1, "dtype": "float32", "sample_chars": 0}
     small = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "n_embd": 16}

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
+from types import SimpleNamespace
 
+import chargpt
 import pytest
 import torch
 from rich.console import Console
 from torch.nn import functional as F
 
-from service.model import gpt
-from service.model.checkpoint import Checkpoint
+from service.engine import native
+from service.engine.backends import open_runner
+from service.engine.selfcheck import SelfCheckError, check
+from service.model import checkpoint, gpt
+from service.model.checkpoint import Checkpoint, CheckpointError
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from tests.helpers import random_model
 from tests.training.runs import crash, events, resume, start, tiny, weights
-from training import jobs, selfcheck
+from training import fused, saving, selfcheck
+from training.config import ConfigError
 from training.data import prepare
 from training.evaluate import whole_loss
+from training.export import export
 from training.messages import Refusal
 from training.sample import sample_texts
 from training.selfcheck import first_difference, is_servable, refuse_other_weights
@@ -67,6 +75,18 @@ def test_another_activation_is_trained_as_written(relu2, tmp_path):
     printed = min(r["val_loss"] for r in events(tmp_path / "out") if r["event"] == "evaluation")
     found = whole_loss(best.load_model(), prepare(tiny(tmp_path).data).val)
     assert found == pytest.approx(end["whole"], rel=1e-6) and found == pytest.approx(printed, rel=1e-5)
+    with pytest.raises(ConfigError, match="was trained with a changed gpt.py, and llama.cpp would compute Qwen3"):
+        export(best, "gguf", tmp_path / "model.gguf")
+
+
+@pytest.mark.slow
+def test_a_graph_with_other_logits_is_not_exported(tmp_path, monkeypatch):
+    forward = gpt.SwiGLU.forward
+    monkeypatch.setattr(gpt.SwiGLU, "forward", lambda self, x: forward(self, x) * (2 - torch.compiler.is_exporting()))
+    start(tiny(tmp_path), tmp_path / "out")
+    with pytest.raises(ConfigError, match="the graph's logits differ from those of gpt.py by up to"):
+        export(Checkpoint.read(tmp_path / "out" / "best"), "onnx", tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
 
 
 def test_samples_are_those_of_the_changed_model(relu2, tmp_path):
@@ -79,13 +99,16 @@ def test_samples_are_those_of_the_changed_model(relu2, tmp_path):
     assert found == [(0, text)]
 
 
-def test_a_model_changed_before_a_resume_is_seen(tmp_path, request):
+def test_a_model_changed_before_a_resume_is_refused(tmp_path, request):
+    """The run once went on, and its next checkpoint claimed to have been trained with the changed gpt.py."""
     with crash(9):
-        start(tiny(tmp_path), tmp_path / "out", console := Console(record=True, width=500))
+        start(tiny(tmp_path, save_seconds=0), tmp_path / "out", console := Console(record=True, width=500))
     assert "gpt.py" not in console.export_text()
+    before = weights(tmp_path / "out")
     request.getfixturevalue("relu2")
-    jobs.resume(tmp_path / "out", {}, console)
-    assert CHANGED in console.export_text()
+    with pytest.raises(CheckpointError, match="was trained with another service/model/gpt.py"):
+        resume(tmp_path / "out")
+    assert weights(tmp_path / "out") == before
 
 
 def test_autograd_resumes_to_the_same_bytes(relu2, tmp_path):
@@ -96,7 +119,22 @@ def test_autograd_resumes_to_the_same_bytes(relu2, tmp_path):
     assert weights(tmp_path / "out") == weights(tmp_path / "uninterrupted")
 
 
-@pytest.mark.parametrize("kind", ["norm", "residual", "dropout", "parts"])
+def test_masks_of_a_dropout_in_gpt_py_follow_from_seed_and_step(monkeypatch, tmp_path):
+    """The settings have no dropout. Two runs once differed, as two threads drew from one generator without a seed."""
+    forward = gpt.CausalSelfAttention.forward
+    monkeypatch.setattr(
+        gpt.CausalSelfAttention, "forward", lambda self, *given: F.dropout(forward(self, *given), 0.2, self.training)
+    )
+    config = tiny(tmp_path, threads=2, dropout=0.0, steps=12)
+    start(config, tmp_path / "one")
+    torch.rand(3)
+    with crash(9):
+        start(config, tmp_path / "two")
+    resume(tmp_path / "two")
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
+
+
+@pytest.mark.parametrize("kind", ["norm", "residual", "dropout", "parts", "angles"])
 def test_other_changes_are_seen_too(monkeypatch, kind):
     block = gpt.Block.forward
 
@@ -125,10 +163,108 @@ def test_other_changes_are_seen_too(monkeypatch, kind):
             x = x + self.attn(self.before(x), rope, cache)
             return x + self.mlp(self.mlp_norm(x))
 
-    monkeypatch.setattr(gpt.Block, "forward", forward)
+    if kind == "angles":  # of a part of each head, which once were read beyond their end
+        angles = gpt.rope_angles
+        for module in (gpt, fused):
+            monkeypatch.setattr(module, "rope_angles", lambda *given: [part[..., :1] for part in angles(*given)])
+    else:
+        monkeypatch.setattr(gpt.Block, "forward", forward)
     first, second = differences(dropout=0.2)
-    expected = "the fast step fails (AttributeError" if kind == "parts" else "differs first in the output of blocks.0."
+    expected = {
+        "parts": "other weights, so this run goes through autograd: blocks.0.attn_norm.weight has shape none",
+        "angles": "the fast step fails (ValueError: rope_angles must have shape",
+    }.get(kind, "differs first in the output of blocks.0.")
     assert expected in first and expected in second
+
+
+def changed_weights(monkeypatch, kind):
+    """Change gpt.py, and `layout` as the refusal advises: the model has other weights than Qwen3."""
+    described, init, forward = checkpoint.layout, gpt.GPT.__init__, gpt.GPT.forward
+    block, attention, embedding = gpt.Block.forward, gpt.CausalSelfAttention.__init__, gpt.nn.Embedding.forward
+
+    def layout(config):
+        found, C, own = described(config), config.n_embd, {}
+        if kind == "scale":
+            own = {f"blocks.{i}.scale": {f"model.layers.{i}.scale": (C,)} for i in range(config.n_layer)}
+        elif kind == "positions":
+            own = {"pos.weight": {"model.pos.weight": (config.block_size, C)}}
+        elif kind == "scalar":
+            own = {"scale": {"model.scale": ()}}
+        elif kind == "no norm":
+            found = {name: parts for name, parts in found.items() if "q_norm" not in name and "k_norm" not in name}
+        return dict(sorted({**found, **own}.items()))
+
+    for module in (checkpoint, saving, selfcheck):
+        monkeypatch.setattr(module, "layout", layout)
+
+    def new(self, config):
+        init(self, config)
+        if kind == "tied":
+            self.head.weight = self.embed.weight
+        elif kind == "scalar":
+            self.scale = torch.nn.Parameter(torch.ones(()))
+        elif kind == "positions":
+            self.pos = torch.nn.Embedding(config.block_size, config.n_embd)
+        elif kind == "scale":
+            for each in self.blocks:
+                each.scale = torch.nn.Parameter(torch.full((config.n_embd,), 0.5))
+
+    def without_norms(self, config, layer):
+        attention(self, config, layer)
+        if kind == "no norm":
+            del self.q_norm, self.k_norm
+            self.__dict__ |= dict.fromkeys(("q_norm", "k_norm"), SimpleNamespace(weight=torch.ones(config.head_dim)))
+
+    def scaled(self, x, rope, cache):
+        return block(self, x * self.scale if kind == "scale" else x, rope, cache)
+
+    def placed(self, idx, cache=None):
+        if kind == "positions":
+            places = torch.arange(idx.size(1)) if cache is None else cache.positions
+            self.embed.__dict__["more"] = self.pos(places % self.config.block_size)
+        return forward(self, idx, cache)
+
+    monkeypatch.setattr(gpt.GPT, "__init__", new)
+    monkeypatch.setattr(gpt.GPT, "forward", placed)
+    monkeypatch.setattr(gpt.Block, "forward", scaled)
+    monkeypatch.setattr(gpt.CausalSelfAttention, "__init__", without_norms)
+    monkeypatch.setattr(
+        gpt.nn.Embedding, "forward", lambda self, idx: embedding(self, idx) + self.__dict__.pop("more", 0)
+    )
+
+
+@pytest.mark.parametrize("kind", ["scale", "positions", "no norm", "tied"])
+def test_other_weights_are_trained_and_scored_as_written(tmp_path, monkeypatch, kind):
+    """Pointers into the native engine once shifted: the run ended with nan ± nan. Others ended with tracebacks."""
+    changed_weights(monkeypatch, kind)
+    start(tiny(tmp_path), tmp_path / "out", console := Console(record=True, width=500))
+    output, is_qwen3 = console.export_text(), kind == "tied"
+    assert ("the fast step of fused.py has other weights, so this run goes through autograd" in output) != is_qwen3
+    assert (selfcheck.NOT_SERVABLE in output) != is_qwen3
+    best = Checkpoint.read(tmp_path / "out" / "best")
+    val = prepare(tiny(tmp_path).data).val
+    assert best.training["losses"]["whole"] == pytest.approx(whole_loss(best.load_model(), val), rel=1e-6)
+    assert json.loads((best.path / "config.json").read_text())["model_type"] == ("qwen3" if is_qwen3 else "chargpt")
+    if is_qwen3:
+        check(open_runner(best, "auto", "float32", 1, 1), best)
+        export(best, "gguf", tmp_path / "model.gguf")
+        return
+    if native.why_not() is None:
+        with pytest.raises(SelfCheckError, match="backend native does not compute the model: .*; use --backend torch"):
+            open_runner(best, "native", "float32", 1, 1)
+        with pytest.warns(UserWarning, match="running on backend torch"), chargpt.load(best.path) as model:
+            assert model.generate("the ", max_tokens=3).text
+    check(open_runner(best, "torch", "float32", 1, 1), best)
+    with pytest.raises(ConfigError, match="llama.cpp would compute Qwen3 with its weights"):
+        export(best, "gguf", tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_a_scalar_is_refused_before_a_run(tmp_path, monkeypatch):
+    changed_weights(monkeypatch, "scalar")
+    with pytest.raises(Refusal, match=r"no scalars: give the weight scale the shape \(1,\) in gpt.py and layout\(\)"):
+        start(tiny(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_that_no_checkpoint_holds_are_refused_before_a_run(tmp_path, monkeypatch):

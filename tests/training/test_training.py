@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
@@ -13,8 +14,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,7 @@ from training.evaluate import (
 )
 from training.loop import Run
 from training.recipe import SETTINGS, fitted, regularization
-from training.run import DivergedError
+from training.run import DivergedError, catch_signals
 from training.state import ResumeError, Saved
 
 CHAOS = [pytest.mark.chaos, pytest.mark.timeout(1800)]
@@ -458,6 +461,36 @@ def test_a_signal_saves_and_prints_the_resume_command(tmp_path, program, name, n
     for python in command.groups():  # as a shell would find it
         show = [python, "-c", "import sys; print(sys.prefix)"]
         assert subprocess.check_output(show, text=True).strip() == sys.prefix
+
+
+def test_a_closed_terminal_stops_a_run_after_a_save(tmp_path):
+    """It once ended without a save; and each line that it prints after the hangup fails."""
+    master, terminal = os.openpty()
+    os.set_blocking(master, False)
+    out, files = tmp_path / "out", dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    process = train(
+        "--out", out, *tiny_flags(tmp_path, steps=10**6, eval_every=10**6), **files,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(terminal)
+    while process.poll() is None and not ((out / "log.jsonl").exists() and len(events(out)) > 1):
+        with suppress(BlockingIOError):
+            os.read(master, 1 << 16)
+        time.sleep(0.02)
+    step = events(out)[-1]["step"]
+    os.close(master)
+    assert process.wait() == 128 + signal.SIGHUP
+    assert progress(out)["step"] >= step
+
+
+def test_nohup_is_heard(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with catch_signals() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert received == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient", "weights", "validation"])
