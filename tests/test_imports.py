@@ -44,7 +44,7 @@ ARROWS = {
         "service.server", "service.placement", "service.settings", "service.model", "service.process",
         "service.supervisor", "service.http",
     },
-    "training": {"service.text", "service.model", "service.engine", "service.constrain", "service.wire"},
+    "training": {"service.model", "service.engine", "service.wire", "service.text", "service.local"},
 }  # fmt: skip
 # Of the engine, only these two know that there are other processes.
 HOSTS = {"service.engine.worker", "service.engine.host"}
@@ -141,7 +141,7 @@ LIGHT = (
         [
             ("training.data", {"training"}),
             ("service.model.gpt, service.engine.engine", {"torch"}),
-            ("training.__main__, training.jobs, training.evaluate", set()),
+            ("training.__main__, training.jobs, training.evaluate", {"pydantic"}),
         ],
     ],
 )

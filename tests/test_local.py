@@ -1,6 +1,8 @@
 """The model in Python: its answers are those over HTTP, and its engine's thread serves all threads and frees slots."""
 
+import argparse
 import doctest
+import functools
 import gc
 import json
 import random
@@ -8,16 +10,19 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import service.python as chargpt
 from service.engine import native
-from tests.helpers import save_random, serving, web
+from service.text.requests import GenerationRequest
+from tests.helpers import call, save_random, serving, web
 from tests.toolbox.launch import ROOT
 from tests.toolbox.replay import make_models
 from tests.toolbox.requests import make_requests
+from training import inputs, sample, score
 
 NAMES = ("texts", "records", "rare", "blocks")
 OF_SERVER = {"model", "timeout_seconds", "priority", "strict", "stream", "stream_options", "stream_interval"}
@@ -191,6 +196,118 @@ def test_random_requests_have_the_answers_that_they_have_over_http(server, model
     assert len(requests) > 300 and sum("choices" in it for it in found) > 100
     for request, one, other in zip(requests, found, expected, strict=True):
         assert one == other, request
+
+
+FLAGS = {  # of `sample`, with the types that it takes
+    "n": int, "max_tokens": int, "seed": int, "temperature": float | int, "top_k": int, "top_p": float | int,
+    "min_p": float | int, "typical_p": float | int, "regex": str, "stop_regex": str, "exact": bool, "ignore_eos": bool,
+    "max_candidates": int, "unknown_characters": str, "replacement_character": str, "prompt": str, "stop": str | list,
+}  # fmt: skip
+ESCAPED = {"prompt", "stop", "replacement_character"}
+
+
+def as_sample(model, fields):
+    """The flags of `sample` for a request, or None if it has none."""
+    given = {name: value for name, value in fields.items() if value is not None and (name, value) != ("prompt", "")}
+    if fields.keys() - GenerationRequest.model_fields.keys():  # a server may refuse their names
+        return None
+    if given.get("max_tokens") == 0 or (given.get("exact") is True and "regex" not in given):
+        return None
+    if isinstance(given.get("n"), int) and given["n"] > 10_000:  # which has no limit there
+        return None
+    is_alike = given.keys() <= FLAGS.keys() and all(type(v) is not bool or FLAGS[k] is bool for k, v in given.items())
+    if not is_alike or not all(isinstance(value, FLAGS[name]) for name, value in given.items()) or "seed" not in given:
+        return None
+    stops = [given["stop"]] if isinstance(given.get("stop"), str) else given.get("stop", [])
+    if model != "texts" and model != "rare" and (stops or "stop_regex" in given) and not given.get("ignore_eos"):
+        return None  # other stops take the place of a record's end
+    if "unknown_characters" in given and given["unknown_characters"] not in ("refuse", "replace", "drop"):
+        return None  # argparse has its own words
+    flags = []
+    for name, value in (given | {"stop": None}).items():
+        for item in stops if name == "stop" else [value]:
+            if not isinstance(item, str if name == "stop" else FLAGS[name]) or "\0" in str(item):
+                return None
+            if name in ESCAPED:
+                item = item.replace("\\", "\\\\")
+            flag = "-n" if name == "n" else f"--{name.replace('_', '-')}"
+            if item is not False:
+                flags.append(flag if item is True else f"{flag}={item}" if name != "n" else f"-n{item}")
+    return [*flags, *([] if "max_tokens" in given else ["--max-tokens=256"]), "--format=jsonl"]
+
+
+def as_score(model, fields):
+    """The lines of `score` for a request and its flags, or None if it has none."""
+    texts = [fields["texts"]] if isinstance(fields.get("texts"), str) else fields.get("texts")
+    options = {name: fields.get(name) for name in ("unknown_characters", "replacement_character")}
+    known = {"texts", "characters", *options}
+    if not isinstance(fields.get("characters", True), bool):
+        return None
+    if fields.keys() - known or model == "blocks" or not texts or not isinstance(texts, list):
+        return None
+    if not all(isinstance(it, str) and it.isprintable() for it in texts) or options["unknown_characters"] not in (
+        None, "refuse", "replace", "drop",
+    ):  # fmt: skip
+        return None
+    flags = [f"--unknown-characters={options['unknown_characters'] or 'refuse'}"]
+    if (replacement := options["replacement_character"]) is not None:
+        if not isinstance(replacement, str):
+            return None
+        escaped = replacement.replace("\\", "\\\\")
+        flags.append(f"--replacement-character={escaped}")
+    return "".join(f"{text}\n" for text in texts), flags
+
+
+def in_words(message):
+    """An error without the field that it begins with. Other fields are flags for commands, and their numbers floats."""
+    return re.sub(r"\.0\b", "", message.partition(": ")[2].replace("--", "").replace("-", "_"))
+
+
+def test_random_requests_have_the_answers_that_commands_print(server, folder, tmp_path, capsys, monkeypatch):
+    options = {"device": "cpu", "threads": 1}
+    loaded = functools.cache(lambda path: inputs.load_model(argparse.Namespace(checkpoint=path, **options)))
+    for module in (sample, score):
+        monkeypatch.setattr(module, "load_model", lambda args: loaded(args.checkpoint))
+    requests, counts = list(asked(4000)), Counter()
+    capsys.readouterr()
+    for path, model, fields in requests:
+        flags = as_sample(model, fields) if path == "/generate" else None
+        if flags is not None and counts["sample"] + counts["sample refused"] < 90:
+            command = ["sample", "--checkpoint", folder / model, *flags]
+        elif path == "/v1/score" and (found := as_score(model, fields)) and counts["score"] < 20:
+            (tmp_path / "lines.txt").write_text(found[0], encoding="utf-8")
+            command = ["score", "--checkpoint", folder / model, "--data", tmp_path / "lines.txt", *found[1]]
+        else:
+            continue
+        expected = over_http(server, path, model, fields)
+        status = call(command)
+        output, error = capsys.readouterr()
+        rows = [json.loads(line) for line in output.splitlines() if line]
+        if command[0] == "score":
+            counts["score"] += 1
+            if isinstance(expected, list):
+                assert status == 0, (command, error)
+                names = ("characters", "nats", "perplexity")
+                assert [[it[name] for name in names] for it in rows] == [
+                    [it[name] for name in names] for it in expected
+                ]
+            else:
+                assert status == 1, (command, fields, expected)
+        elif "choices" in expected:
+            counts["sample"] += 1
+            assert status == 0, (command, error)
+            texts = [(it["text"], it["seed"]) for it in expected["choices"]]
+            assert [it["seed"] for it in rows] == [seed for _, seed in texts], command
+            assert all(it["text"].endswith(text) for it, (text, _) in zip(rows, texts, strict=True)), command
+            given = {it["text"].removesuffix(text) for it, (text, _) in zip(rows, texts, strict=True)}
+            assert fields.get("unknown_characters") or given == {fields.get("prompt") or ""}, command
+        else:
+            counts["sample refused"] += 1
+            assert status == 1, (command, expected)
+            if expected["code"] != "too_few_matches" and error.startswith("error: --" + (expected["param"] or "?")):
+                assert in_words(error.strip().removeprefix("error: ")) == in_words(expected["message"])
+    print(counts)
+    assert counts["sample"] > 40 and counts["score"] > 5
 
 
 def test_a_call_with_many_sequences_and_calls_of_many_threads_have_the_same_texts(models):

@@ -9,7 +9,7 @@ The modules, in the order in which a run uses them:
     data.py         encodes text to memory-mapped character ids, splits it, and draws windows
     records.py      splits a text into records
     jobs.py         `train`, from its flags to the loop: starts and resumes runs
-    inputs.py       reads the checkpoints, texts and patterns that a command is given
+    inputs.py       reads the checkpoints and texts that a command is given, and opens a model to sample
     check.py        warns before a run about the text: its size, duplicates, rare symbols
     distributed.py  runs data-parallel processes
     device.py       chooses device, dtype and threads
@@ -21,7 +21,6 @@ The modules, in the order in which a run uses them:
     run.py          the state of a run, its folder and its output
     loop.py         the training loop: steps, the loss, evaluations, the final report
     evaluate.py     computes windowed and streamed losses, and baselines
-    native_scores.py  computes losses of texts with the service's native engine
     speed.py        measures the machine's matrix-product peak, and counts FLOPs
     display.py      shows progress, tables and curves
     log.py          writes the log and TensorBoard event files

@@ -121,6 +121,7 @@ def build_parser(show_all: bool = False) -> Parser:
         help=rf"end a text before this string; repeatable (default for records: the end of a record); {ESCAPES}",
     )  # fmt: skip
     p.add_argument("--stop-regex", metavar="REGEX", help="end a text before the first match of this regular expression")
+    p.add_argument("--ignore-eos", action="store_true", help="for records: go on after the end of one")
     p.add_argument("--regex", help="generate texts that match this regular expression as a whole, without the prompt")
     add_exact_flags(p)
     add_unknown_flags(p, "the prompt")

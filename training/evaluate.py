@@ -6,6 +6,7 @@ Losses are in nats per character. All are deterministic, because no windows are 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,9 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from service.engine import native
+from service.engine.engine import BrokenRunnerError, Engine
+from service.engine.runner import Runner
+from service.engine.selfcheck import SelfCheckError
 from service.model.gpt import GPT
 from service.model.kv_cache import CacheRows, KVCache
+from service.model.params import SamplingParams
 from service.model.tokenizer import UnknownCharacterError
+from service.wire import Submit
 from training.data import (
     IGNORED,
     DataError,
@@ -29,13 +36,26 @@ from training.data import (
     unseen_records,
     window_pieces,
 )
-from training.inputs import Encoder, encode_files, load_model, splitting_of, training_corpus
+from training.inputs import (
+    encode_files,
+    encoder_of,
+    load_model,
+    refusing,
+    report_unknown,
+    splitting_of,
+    training_corpus,
+    unknown_options,
+)
 from training.messages import plural
-from training.native_scores import NativeScorer
+from training.selfcheck import computes
 
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
 STRETCH_WINDOWS = 4  # windows in each stretch of a sample
+SLOTS = 32  # pieces that the engine scores at a time, if their keys and values fit in CACHE_BYTES
+CACHE_BYTES = 1 << 28
+SCORED_SECONDS = 1.0  # of a step of the engine: long enough that all threads have pieces
+GREEDY = SamplingParams(temperature=0.0)
 
 Advance = Callable[[int], object]  # receives the number of characters that each forward scored; `int` ignores it
 
@@ -48,16 +68,17 @@ def command(args: argparse.Namespace) -> None:
         ids, train, scored = corpus.val, corpus.train, f"validation split of {corpus.name}"
     else:
         notes: set[str] = set()
-        encoder = Encoder.of(args, checkpoint)
+        encoder = encoder_of(checkpoint.tokenizer, **unknown_options(args))
         files = find_texts(args.data, args.glob or (), args.exclude or (), notes)
         try:
-            ids = encode_files(files, encoder, splitting_of(checkpoint))
+            with refusing():
+                ids = encode_files(files, encoder, splitting_of(checkpoint))
         except UnknownCharacterError as error:
             count = sum(c not in checkpoint.tokenizer for text in read_text(files) for c in text)
             many = f"one of {plural(count, 'character')} that are not; " if count > 1 else ""
             raise DataError(f"{error}, {many}--unknown-characters drop or replace scores the rest") from None
         scored = " ".join(args.data)
-        encoder.report()
+        report_unknown(encoder.replaced, encoder.dropped)
         for note in sorted(notes):
             print(note)
     print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
@@ -177,8 +198,59 @@ def piece_loss(model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndar
 def fast_piece_sums(model: GPT) -> Callable[..., np.ndarray]:
     """Return `piece_sums` for a model, computed by the native engine if that computes this model here."""
     assert not model.training, "dropout must be off"
-    scorer = NativeScorer.of(model)
-    return partial(piece_sums, model) if scorer is None else scorer.piece_sums
+    runner = _native_runner(model)
+    return partial(piece_sums, model) if runner is None else partial(engine_sums, runner)
+
+
+def _native_runner(model: GPT) -> Runner | None:
+    """Return a runner that computes in float32 throughout, as GPT.forward does."""
+    weight, config, threads = model.head.weight, model.config, torch.get_num_threads()
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or native.why_not() is not None:
+        return None
+    slot_bytes = 2 * 4 * config.n_layer * config.n_kv_head * config.block_size * config.head_dim
+    slots = max(threads, min(SLOTS, CACHE_BYTES // slot_bytes))
+    weights = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    try:
+        runner = native.NativeRunner(config, weights, slots, threads, half_cache=False)
+    except SelfCheckError:  # gpt.py has other weights
+        return None
+    return runner if computes(runner, model) else None
+
+
+def engine_sums(
+    runner: Runner,
+    ids: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    advance: Advance = int,
+    skips: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return what `piece_sums` returns. Each piece is a prompt of the service's engine, which scores it."""
+    if not all(((starts + lengths) < len(ids)) | (lengths == 0)):
+        raise ValueError("a piece ends beyond the text")
+    skips = np.zeros_like(lengths) if skips is None else skips
+    sums, waiting = np.zeros(len(lengths)), iter(np.argsort(-lengths, kind="stable").tolist())  # the longest first
+    engine = Engine(runner, max_waiting=2 * runner.slots, is_fair=False, step_seconds=SCORED_SECONDS)
+    values: dict[int, bytearray] = {}
+    while True:
+        for piece in itertools.islice(waiting, 2 * runner.slots - len(values)):
+            if lengths[piece] > skips[piece]:
+                prompt = ids[starts[piece] : starts[piece] + lengths[piece] + 1].tolist()
+                engine.submit(Submit(piece, prompt, 0, GREEDY, logprobs=0, score_from=int(skips[piece]) + 1))
+                values[piece] = bytearray()
+        if not values:
+            return sums
+        try:
+            deltas = engine.step()
+        except BrokenRunnerError:  # no logits are finite
+            return np.full(len(lengths), np.nan)
+        for delta in deltas:
+            if delta.prompt_logprobs is not None:
+                values[delta.id] += delta.prompt_logprobs.values
+                advance(len(delta.prompt_logprobs))
+            if delta.finish_reason is not None:
+                logprobs = np.frombuffer(values.pop(delta.id))
+                sums[delta.id] = -logprobs.sum() if delta.finish_reason == "length" else np.nan
 
 
 @torch.no_grad()

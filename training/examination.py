@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from service.model.gpt import GPT
-from service.model.params import SamplingParams
+from service.local import Answer
 from service.model.tokenizer import CharTokenizer
-from training.config import MAX_CANDIDATES, ConfigError
-from training.data import Corpus
+from training.config import ConfigError
+from training.data import Corpus, encode_array
 from training.records import LINES, separator_between, split_printed
-from training.sample import Condition, Drawn, beginning_of_record, sample_texts
 
 CHUNK = 1 << 22  # training characters hashed at a time
 MAX_SHOWN = 200  # characters shown of a copied passage
@@ -42,49 +40,25 @@ class Examination:
     valid: Set[str] | None = None  # valid records; None: the command was not to check them
 
 
-def examine(
-    model: GPT,
-    corpus: Corpus,
-    count: int,
-    max_tokens: int,
-    seed: int,
-    regex: str | None,
-    check: str | None,
-    drawn: Drawn | None = None,
-    max_candidates: int = MAX_CANDIDATES,
-) -> Examination:
-    """Generate texts or records and compare them with the text that the model was trained on.
+def examine(answers: Iterable[Answer], corpus: Corpus, regex: str | None, check: str | None) -> Examination:
+    """Compare texts or records of a model with the text that it was trained on.
 
     regex: a record is valid only if this regular expression of Python matches all of it. check: a command that selects
-    the valid records, as in `valid_records`. drawn: if it is given, the records are exact answers to regex, and it
-    counts their cost, as in `sample_texts`.
+    the valid records, as in `valid_records`.
 
     Raises:
         ConfigError: the pattern is invalid, or `valid_records` raises it.
-        ExhaustedError: `sample_texts` raises it.
     """
-    tokenizer, device = corpus.tokenizer, str(model.head.weight.device)
-    params = SamplingParams(seed=seed, logit_bias=tokenizer.sampling_bias)
-    if (end_character := corpus.record_end) is None:
-        prompt = tokenizer.encode(corpus.example_prompt)
-        generated = list(sample_texts(model, prompt, count, max_tokens, params, device=device))
-        arrays = [np.array(ids, corpus.ids.dtype) for _, ids in generated]
+    tokenizer, end = corpus.tokenizer, corpus.record_end
+    texts = [(answer.seed, answer.text) for answer in answers]
+    if end is None:
+        arrays = [encode_array(tokenizer, text).astype(corpus.ids.dtype) for _, text in texts]
         whole = np.concatenate(arrays)
         columns = {
             "generated": describe_copies(whole, corpus.train, tokenizer),
             "validation split": describe_copies(corpus.val[: len(whole)], corpus.train, tokenizer),
         }
-        texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in generated]
         return Examination(columns, texts, [copied_passages(array, corpus.train) for array in arrays])
-    end = int(corpus.train[0])
-    condition = None
-    if drawn is not None and regex is not None:
-        condition = Condition.of(regex, tokenizer, max_tokens, end, is_empty=True)
-    found = sample_texts(
-        model, [end], count, max_tokens, params, stop=((end,),), begins=beginning_of_record(end_character, tokenizer),
-        device=device, condition=condition, drawn=drawn, tokenizer=tokenizer, max_candidates=max_candidates,
-    )  # fmt: skip
-    texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in found]
     records = [record for _, record in texts]
     known, unseen = map(corpus.texts_of, (corpus.train, corpus.val))
     valid = {*records, *unseen}
@@ -94,7 +68,7 @@ def examine(
         except re.error as error:
             raise ConfigError(f"--regex {regex!r}: {error}") from None
     if check is not None:
-        valid = valid_records(valid, check, corpus.separator, end_character)
+        valid = valid_records(valid, check, corpus.separator, end)
     asked = None if regex is check is None else valid
     columns = {
         name: describe_records(some, set(known), set(unseen), asked)

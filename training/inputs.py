@@ -1,31 +1,41 @@
-"""Read a command's inputs: a checkpoint, the text it was trained on, other texts as ids, and patterns.
-
-The terms and rules are those of the service (service/text/encoding.py, service/text/patterns.py).
-"""
+"""Read a command's inputs: a checkpoint, the text it was trained on, and other texts as ids; open a model to sample."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from service.constrain.automaton import Automaton
-from service.constrain.regex import RegexError, compile_regex
+from service.engine.engine import Engine
+from service.local import Model, RequestError
 from service.model.checkpoint import MANIFEST, Checkpoint
 from service.model.gpt import GPT
-from service.model.tokenizer import UNKNOWN, CharTokenizer, UnknownCharacterError
+from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from service.text.encoding import Encoder
+from service.text.errors import InvalidRequestError
+from service.text.limits import Limits
+from service.text.model import TextModel
+from service.text.reading import parse
+from service.text.requests import MAX_ID, GenerationRequest, TextRequest
+from service.text.work import run
 from training.config import ConfigError
 from training.data import Corpus, DataError, encode_array, id_dtype, prepare, recode, source_text, split_text
 from training.device import pick_device
 from training.messages import plural, unescaped
 from training.records import LINES, is_table
+from training.selfcheck import checked_runner
 
-MAX_STATES = {"--regex": 1000, "--stop-regex": 256}  # the service's limits; a stop may cost time at each character
+STEP_SECONDS = 0.02  # of the engine; longer than a service's, as nobody waits for a first character
+# A field in the error of a request: the first word names the one that is wrong.
+_COMPOUND = "|".join(name for name in GenerationRequest.model_fields if "_" in name)
+_FIELD = re.compile(rf"^[a-z_]+(?=: )|(?<=combined with )[a-z_]+|\b(?:{_COMPOUND})\b")
 
 
 def find_checkpoint(path: Path | str) -> Path:
@@ -112,47 +122,44 @@ def splitting_of(checkpoint: Checkpoint) -> Splitting:
     return Splitting(LINES if separator is True else str(separator), None if column is None else str(column), end)
 
 
-class Encoder:
-    """Encodes texts and counts the unknown characters that it replaced or dropped."""
+def open_model(model: GPT, text: TextModel, slots: int, device: str = "cpu") -> Model:
+    """Return a model that samples and scores texts as the service does. It has its own copy of the weights."""
+    runner = checked_runner(model, slots=slots, threads=torch.get_num_threads(), device=device)
+    return Model(text, Engine(runner, max_waiting=MAX_ID, is_fair=False, step_seconds=STEP_SECONDS))
 
-    def __init__(self, tokenizer: CharTokenizer, policy: str = "refuse", replacement: str | None = None):
-        replacement = tokenizer.replacement if replacement is None else replacement
-        if len(replacement) != 1:
-            raise ConfigError(f"--replacement-character must be a single character, got {replacement!r}")
-        self.tokenizer, self.policy, self.replacement = tokenizer, policy, replacement
-        self.num_unknown = 0  # unknown characters replaced or dropped
 
-    @classmethod
-    def of(cls, args: argparse.Namespace, checkpoint: Checkpoint) -> Encoder:
-        replacement = args.replacement_character
-        return cls(checkpoint.tokenizer, args.unknown_characters, replacement and unescaped(replacement))
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turn the errors of requests, which name fields, into ConfigErrors, which name flags."""
+    try:
+        yield
+    except (RequestError, InvalidRequestError) as error:
+        message = _FIELD.sub(lambda name: "--" + name[0].replace("_", "-"), str(error))
+        raise ConfigError(message) from None
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, (T,) int64.
 
-        Raises:
-            UnknownCharacterError: the text has unknown characters and the policy is to refuse them.
-            ConfigError: the replacement for unknown characters is not in the vocabulary.
-        """
-        unknown = [] if self.policy == "refuse" else [c for c in set(text) if c not in self.tokenizer]
-        if unknown and self.policy == "replace" and self.replacement not in self.tokenizer:
-            raise ConfigError(f"--replacement-character {self.replacement!r} is not in the vocabulary")
-        self.num_unknown += sum(map(text.count, unknown))
-        other = self.replacement if self.policy == "replace" else ""
-        return encode_array(self.tokenizer, text.translate(dict.fromkeys(map(ord, unknown), other)))
+def unknown_options(args: argparse.Namespace) -> dict[str, str | None]:
+    """Return the fields of a request for --unknown-characters and --replacement-character."""
+    replacement = args.replacement_character
+    return {
+        "unknown_characters": args.unknown_characters,
+        "replacement_character": None if replacement is None else unescaped(replacement),
+    }
 
-    def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """Return the ids of a text and the number of its unknown characters, the model's unknown symbol included."""
-        before = self.num_unknown
-        ids = self.encode(text)
-        own = 0 if self.tokenizer.unknown_id is None else text.count(UNKNOWN)
-        return ids, self.num_unknown - before + own
 
-    def report(self) -> None:
-        """Print a line about the unknown characters on standard error if there were any."""
-        if self.num_unknown:
-            done = "replaced" if self.policy == "replace" else "dropped"
-            print(f"{plural(self.num_unknown, 'unknown character')} {done}", file=sys.stderr)
+def encoder_of(tokenizer: CharTokenizer, **options: str | None) -> Encoder:
+    """Return an encoder with `unknown_options`; by default, unknown characters are refused. Raises ConfigError."""
+    with refusing():
+        return Encoder(Limits(), TextModel(tokenizer, None, 1), parse(TextRequest, options))
+
+
+def report_unknown(replaced: int, dropped: int) -> None:
+    """Print a line about the unknown characters on standard error if there were any."""
+    if replaced or dropped:
+        print(
+            f"{plural(replaced or dropped, 'unknown character')} {'replaced' if replaced else 'dropped'}",
+            file=sys.stderr,
+        )
 
 
 def encode_files(files: Sequence[Path], encoder: Encoder, splitting: Splitting = OF_TEXT) -> np.ndarray:
@@ -165,16 +172,20 @@ def encode_files(files: Sequence[Path], encoder: Encoder, splitting: Splitting =
             `source_text` or `split_text` raises it.
         UnknownCharacterError: a character is not in the vocabulary and is refused. The error has its offset in the
             concatenated text.
+        InvalidRequestError: the character that is to replace unknown ones is unknown too.
     """
     tokenizer = encoder.tokenizer
-    pieces, start = [np.empty(0, id_dtype(tokenizer.vocab_size))], 0
+    dtype, start = id_dtype(tokenizer.vocab_size), 0
+    pieces = [np.empty(0, dtype)]
     separator, column, end = splitting
     column = column if all(map(is_table, files)) else None
     for text in split_text(source_text(files, column), separator, column, end, files[0].name):
         try:
-            pieces.append(encoder.encode(text).astype(pieces[0].dtype))
+            pieces.append(encode_array(tokenizer, text).astype(dtype))
         except UnknownCharacterError as error:
-            raise UnknownCharacterError(error.character, start + error.offset) from None
+            if encoder.policy == "refuse":
+                raise UnknownCharacterError(error.character, start + error.offset) from None
+            pieces.append(np.array(run(encoder.encode(text, "data")), dtype))
         start += len(text)
     ids = np.concatenate(pieces)
     if len(ids) < 2:
@@ -186,21 +197,3 @@ def encode_files(files: Sequence[Path], encoder: Encoder, splitting: Splitting =
         if len(ids) < 2:
             raise DataError(f"{files[0]} has no records")
     return ids
-
-
-def compile_pattern(
-    flag: str, pattern: str, tokenizer: CharTokenizer, allowed: frozenset[str] | None = None
-) -> Automaton:
-    """Compile the pattern of a flag. allowed: the characters that the pattern may match; None: all.
-
-    Raises:
-        ConfigError: the pattern is invalid or too large, nothing can match it, or that of --stop-regex matches the
-            empty text.
-    """
-    try:
-        automaton = compile_regex(pattern, tokenizer.characters, allowed=allowed, max_states=MAX_STATES[flag])
-    except RegexError as error:
-        raise ConfigError(f"{flag}: {error}") from None
-    if flag == "--stop-regex" and automaton.accepting[0]:
-        raise ConfigError(f"{flag}: must not match the empty text, got {pattern!r}")
-    return automaton

@@ -18,21 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from service.model import checkpoint as service_checkpoint
+from service import BUNDLED
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT, attend
-from service.model.params import SamplingParams
+from service.text.model import TextModel
 from training.config import ConfigError
 from training.data import Corpus, WindowSampler, prepare
 from training.evaluate import baselines
-from training.inputs import find_checkpoint
+from training.inputs import find_checkpoint, open_model
 from training.messages import plural, visible
-from training.sample import sample_texts
+from training.sample import first_prompt
 
 B, T = 32, 8  # rows and characters of a batch
 C = 32  # channels of the model with one head
 GREETING = "hii, there!"
-BUNDLED = Path(service_checkpoint.__file__).parents[1] / "checkpoints" / "tinyshakespeare"
 
 
 def command(args: argparse.Namespace) -> None:
@@ -310,11 +309,10 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, s
     print(f"(trained on {about.get('name', 'another text')})")
     if about.get("sha256") != corpus.sha256:
         loss = None  # the loss on another text cannot be compared
-    begins = checkpoint.record_end_character or "\n"
-    prompt = checkpoint.tokenizer.encode(begins) if begins in checkpoint.tokenizer else [0]
-    params = SamplingParams(seed=seed, logit_bias=checkpoint.tokenizer.sampling_bias)
-    [(_, served)] = sample_texts(full, prompt, 1, 200, params)
-    print(indented(checkpoint.tokenizer.decode(served)))
+    its_texts = TextModel.of(checkpoint)
+    with open_model(full, its_texts, slots=1) as served:
+        prompt = first_prompt(its_texts)
+        print(indented(served.generate(prompt, max_tokens=200, seed=seed, ignore_eos=True).text))
 
     trained = {"bigram table": bigram_losses, "one head": one_head_losses}
     draw(picture, corpus, trained, one_head, loss, seed)

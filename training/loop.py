@@ -21,16 +21,16 @@ from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
-from service.model.params import SamplingParams
+from service.text.model import TextModel
 from training.data import IGNORED, Part, micro_batches, packed, two_halves
 from training.device import autocast
 from training.display import ProgressView, draw_curves, print_report, show_forwards
 from training.evaluate import baselines, piece_loss, sampled_scores
 from training.fused import FusedForward
+from training.inputs import open_model
 from training.messages import say
 from training.records import separator_between
 from training.run import ESTIMATE_STEPS, STOPPING, RunState, catch_signals
-from training.sample import beginning_of_record, sample_texts
 from training.speed import matmul_peak
 
 SAMPLED_RECORDS = 5  # records sampled at each evaluation
@@ -167,18 +167,7 @@ class Run(RunState):
             record |= {"mean_train_loss": progress.interval_loss_sum / steps, "mean_of_steps": steps}
             progress.interval_loss_sum, progress.interval_steps = 0.0, 0
         if self.config.sample_chars and self.world.is_main:
-            tokenizer = self.corpus.tokenizer
-            end, begins, stop, count = self.corpus.record_end, None, tuple[tuple[int, ...], ...](), 1
-            prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]
-            if end is not None:
-                prompt, begins, count = tokenizer.encode(end), beginning_of_record(end, tokenizer), SAMPLED_RECORDS
-                stop = (tuple(prompt),)
-            params = SamplingParams(seed=self.config.seed, logit_bias=tokenizer.sampling_bias)
-            found = sample_texts(model, prompt, count, self.config.sample_chars, params, stop=stop, begins=begins)
-            texts = [tokenizer.decode(ids) for _, ids in found]
-            record["sample"] = tokenizer.decode(prompt) + texts[0]
-            if end is not None:
-                record["sample"] = separator_between(self.corpus.separator, end).join(texts)
+            record["sample"] = self.sample(model)
         if progress.best_val_loss is None or val_loss < progress.best_val_loss:
             progress.best_step, progress.best_val_loss = progress.step, val_loss
             progress.best_elapsed_seconds, progress.best_cpu_seconds = progress.elapsed_seconds, progress.cpu_seconds
@@ -187,6 +176,17 @@ class Run(RunState):
         self.log(record)
         self.model.train()
         return record
+
+    def sample(self, model: GPT) -> str:
+        """Return the beginning of a text, or some records."""
+        corpus, fields = self.corpus, {"max_tokens": self.config.sample_chars, "seed": self.config.seed}
+        text = TextModel(corpus.tokenizer, corpus.record_end, model.config.receptive_field)
+        with open_model(model, text, slots=SAMPLED_RECORDS) as served:
+            if corpus.record_end is not None:
+                records = served.generate(n=SAMPLED_RECORDS, **fields).texts
+                return separator_between(corpus.separator, corpus.record_end).join(records)
+            first = "\n" if "\n" in corpus.tokenizer else corpus.tokenizer.decode([int(corpus.train[0])])
+            return first + served.generate(first, **fields).text
 
     def validation_loss(self, model: GPT) -> float:
         """Return the mean loss over the validation split, or its first eval_chars. The processes share the work."""

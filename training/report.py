@@ -17,15 +17,16 @@ from typing import Any
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
-from training.config import MAX_CANDIDATES, ConfigError
+from service.text.model import TextModel
+from training.config import ConfigError
 from training.data import Corpus
 from training.display import LOSSES, curves, figure_of, print_copies, verdict
 from training.evaluate import bits
 from training.examination import MAX_SHOWN, NGRAM, Examination, examine
-from training.inputs import find_checkpoint, load_model, training_corpus
+from training.inputs import find_checkpoint, load_model, open_model, refusing, training_corpus
 from training.log import read_log
 from training.messages import plural
-from training.sample import Drawn, acceptance, check_counts
+from training.sample import MAX_RUNNING, check_counts, kept, report_cost, sample_of
 
 MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown on the page
 MAX_CHARACTERS = 2000  # shown of a text
@@ -49,7 +50,7 @@ svg { max-width: 100%; height: auto; }
 def command(args: argparse.Namespace) -> None:
     args.checkpoint = find_checkpoint(args.checkpoint)
     run = args.checkpoint.parent if (args.checkpoint.parent / "log.jsonl").is_file() else None
-    checkpoint, model = load_model(args)
+    checkpoint, gpt = load_model(args)
     are_records = checkpoint.record_end is not None
     if args.n is None:
         args.n = 1000 if are_records else 20
@@ -57,21 +58,15 @@ def command(args: argparse.Namespace) -> None:
     if (args.check is not None or args.regex is not None) and not are_records:
         raise ConfigError("--regex and --command are for models of records")
     corpus = training_corpus(checkpoint, args)
-    drawn = Drawn() if args.exact else None
-    found = examine(
-        model,
-        corpus,
-        args.n,
-        args.max_tokens,
-        args.seed,
-        args.regex,
-        args.check,
-        drawn,
-        args.max_candidates or MAX_CANDIDATES,
-    )
+    fields = {"prompt": "" if are_records else corpus.example_prompt, "max_tokens": args.max_tokens, "seed": args.seed}
+    if args.exact:
+        fields["regex"] = args.regex
+    slots, device = MAX_RUNNING if args.exact else min(args.n, MAX_RUNNING), str(gpt.head.weight.device)
+    with refusing(), open_model(gpt, TextModel.of(checkpoint), slots, device) as model:
+        sample = sample_of(model, args, fields)
+        found = examine(kept(sample, args.n), corpus, args.regex, args.check)
     print_copies(Console(highlight=False), found.columns)
-    if drawn is not None:
-        print(acceptance(drawn), file=sys.stderr)
+    report_cost(sample)
     if page := args.html or (run and run / "report.html"):
         write_page(page, checkpoint, corpus, found, run)
         print(f"report {page}", file=sys.stderr)

@@ -9,29 +9,30 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import itertools
 import math
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.console import Console
 
-from service.model.checkpoint import Checkpoint
-from service.model.gpt import GPT
-from service.model.tokenizer import UnknownCharacterError
+from service.local import Model, RequestError
+from service.model.tokenizer import CharTokenizer
+from service.text.encoding import unknown_characters
+from service.text.model import TextModel
 from training.config import ConfigError
 from training.data import DataError, read_records
 from training.display import show_forwards
-from training.evaluate import Advance, bits, fast_piece_sums
-from training.inputs import OF_TEXT, Encoder, load_model, splitting_of
+from training.evaluate import Advance
+from training.inputs import OF_TEXT, load_model, open_model, refusing, report_unknown, splitting_of, unknown_options
 from training.messages import plural
 from training.rows import write_rows
 
-LINES = 4096  # lines scored together
+LINES, BYTES = 4096, 1 << 18  # lines are scored together up to these limits
+SLOTS = 32
 SURROGATE = 0xDC00  # plus a byte that is not UTF-8, as `data.read_lines` gives it
 MAX_REPORTED = 20  # refused lines named on standard error
 COLUMNS = (
@@ -43,24 +44,15 @@ Row = dict[str, Any]  # a value for each of COLUMNS
 
 
 class Line(NamedTuple):
-    """A line that can be scored."""
-
     number: int  # from 1
     text: str
-    ids: np.ndarray  # (T,) int64, with the end of a record on both sides if the line is a record
-    num_unknown: int
-    num_bytes: int  # length in UTF-8 plus 1 for the line break
+    num_bytes: int  # in UTF-8, with the line break
 
 
 class Tally:
-    """Counts lines, and reports on standard error the first MAX_REPORTED that are not scored."""
+    """Counts lines and unknown characters, and reports on standard error the first MAX_REPORTED lines not scored."""
 
-    num_lines = num_refused = 0
-
-    def counted(self, lines: Iterable[str]) -> Iterator[str]:
-        for line in lines:
-            self.num_lines += 1
-            yield line
+    num_lines = num_refused = replaced = dropped = 0
 
     def refuse(self, number: int, reason: str) -> None:
         self.num_refused += 1
@@ -71,23 +63,28 @@ class Tally:
 def command(args: argparse.Namespace) -> None:
     if args.top is not None and args.top < 1:
         raise ConfigError(f"--top must be at least 1, got {args.top}")
-    checkpoint, model = load_model(args)
-    encoder, tally = encoder_of(args, checkpoint), Tally()
+    checkpoint, gpt = load_model(args)
+    tokenizer, tally = checkpoint.tokenizer, Tally()
     records = checkpoint.record_end is not None if args.records is None else args.records
+    separator, column, end = splitting_of(checkpoint) if records else OF_TEXT
+    if records and (end := end or "\n") not in tokenizer:
+        raise DataError("--records needs a model whose vocabulary includes the line break; this one does not")
+    text = TextModel(tokenizer, end or None, checkpoint.config.receptive_field)
+    if args.unknown_characters is None:
+        can_replace = args.replacement_character is not None or tokenizer.replacement in tokenizer
+        args.unknown_characters = "replace" if can_replace else "drop"
     is_ranked = args.sort or args.top is not None
-    with show_progress(args.data, among_rows=not is_ranked) as advance:
-        separator, column, end = splitting_of(checkpoint) if records else OF_TEXT
-        lines = tally.counted(read_records(args.data, separator, column))
-        rows = score_lines(
-            model, encoder, lines, records=records, end=end or "\n", refused=tally.refuse, advance=advance
-        )
-        if is_ranked:
-            rows = iter(strangest(rows, args.top))
-        else:
-            write_rows(rows, COLUMNS, args.format)
+    with refusing(), open_model(gpt, text, SLOTS, str(gpt.head.weight.device)) as model:
+        with show_progress(args.data, among_rows=not is_ranked) as advance:
+            lines = read_records(args.data, separator, column)
+            rows = score_lines(model, tokenizer, lines, unknown_options(args), tally=tally, advance=advance)
+            if is_ranked:
+                rows = iter(strangest(rows, args.top))
+            else:
+                write_rows(rows, COLUMNS, args.format)
     if is_ranked:  # below the bar
         write_rows(rows, COLUMNS, args.format)
-    encoder.report()
+    report_unknown(tally.replaced, tally.dropped)
     if not tally.num_lines:
         raise DataError(f"{args.data} has no lines to score")
     if tally.num_refused:
@@ -102,81 +99,66 @@ def show_progress(file: Path, among_rows: bool) -> AbstractContextManager[Advanc
     return show_forwards(Console(stderr=True), "scoring", file.stat().st_size, "bytes")
 
 
-def encoder_of(args: argparse.Namespace, checkpoint: Checkpoint) -> Encoder:
-    """Return the encoder for the arguments.
-
-    Without --unknown-characters, unknown characters are replaced, or dropped if the vocabulary lacks the default
-    replacement and no other is given.
-    """
-    if args.unknown_characters is None:
-        tokenizer = checkpoint.tokenizer
-        can_replace = args.replacement_character is not None or tokenizer.replacement in tokenizer
-        args.unknown_characters = "replace" if can_replace else "drop"
-    return Encoder.of(args, checkpoint)
-
-
 def score_lines(
-    model: GPT,
-    encoder: Encoder,
+    model: Model,
+    tokenizer: CharTokenizer,
     lines: Iterable[str],
+    options: dict[str, Any],
     *,
-    records: bool,
-    end: str = "\n",
-    refused: Callable[[int, str], None],
+    tally: Tally,
     advance: Advance = int,
 ) -> Iterator[Row]:
-    """Yield the row of each line or record in order. Its `characters` are the number scored, with records' `end` too.
+    """Yield the row of each line or record in order. Its `characters` are the number scored, with a record's end too.
 
-    A line that is not UTF-8 is left out, and so is a line with unknown characters if the encoder refuses them.
-    `refused` is called with the line's number, from 1, and the reason. `advance` is called with the number of bytes
-    scored.
-
-    Raises:
-        DataError: with `records`, the vocabulary has no `end`.
+    A line that is not UTF-8 is left out, and so is a line with unknown characters if `options` refuse them; the tally
+    counts these. options: fields of /v1/score. `advance` is called with the number of bytes scored.
     """
-    if records and end not in encoder.tokenizer:
-        raise DataError("--records needs a model whose vocabulary includes the line break; this one does not")
-    sums_of = fast_piece_sums(model)
-    encoded = encoded_lines(encoder, lines, encoder.tokenizer.encode(end) if records else [], refused)
-    while group := list(itertools.islice(encoded, LINES)):
-        sizes = np.array([len(line.ids) for line in group], np.int64)
-        counts, starts = (sizes - 1).clip(min=0), np.cumsum(sizes) - sizes
-        bytes_each = sum(line.num_bytes for line in group) / max(1, counts.sum())
-        ids = np.concatenate([line.ids for line in group])
-        sums = sums_of(ids, starts, counts, lambda count, each=bytes_each: advance(round(count * each)))
-        for line, count, nats in zip(group, counts.tolist(), sums.tolist(), strict=True):
-            yield row_of(line, count, nats)
-
-
-def encoded_lines(
-    encoder: Encoder, lines: Iterable[str], end: list[int], refused: Callable[[int, str], None]
-) -> Iterator[Line]:
-    """Yield the lines that can be encoded, and call `refused` for the others. end: the ids on both sides of a line."""
-    for number, text in enumerate(lines, 1):
+    is_refused = options["unknown_characters"] == "refuse"
+    for group in groups(readable(lines, tokenizer, is_refused, tally)):
         try:
-            num_bytes = len(text.encode()) + 1
-            ids, num_unknown = encoder.encode_counting(text)
+            scores = model.score([line.text for line in group], characters=False, **options)
+        except RequestError as error:  # it names an item of the group
+            which = re.search(r"\btexts\.(\d+)", str(error))
+            named = (
+                str(error) if which is None else str(error).replace(which[0], f"line {group[int(which[1])].number:,}")
+            )
+            raise RequestError(named, error.param, error.code) from None
+        tally.replaced += scores.replaced_characters
+        tally.dropped += scores.dropped_characters
+        for line, score in zip(group, scores, strict=True):
+            row = {name: getattr(score, name) for name in COLUMNS[1:]}
+            yield {"line": line.number, **row, "unknown_characters": score.unknown_characters or 0}
+        advance(sum(line.num_bytes for line in group))
+
+
+def readable(lines: Iterable[str], tokenizer: CharTokenizer, refuses_unknown: bool, tally: Tally) -> Iterator[Line]:
+    for number, text in enumerate(lines, 1):
+        tally.num_lines += 1
+        try:
+            line = Line(number, text, len(text.encode()) + 1)
         except UnicodeEncodeError as error:
             byte = ord(text[error.start]) - SURROGATE
-            refused(number, f"byte 0x{byte:02X} at offset {error.start} is not UTF-8")
-        except UnknownCharacterError as error:
-            refused(number, str(error))
+            tally.refuse(number, f"byte 0x{byte:02X} at offset {error.start} is not UTF-8")
+            continue
+        unknown = [(i, c) for i, c in enumerate(text) if c not in tokenizer] if refuses_unknown else []
+        if unknown:
+            tally.refuse(number, unknown_characters(unknown, len(unknown), "").message.removeprefix(": "))
         else:
-            yield Line(number, text, np.concatenate((end, ids, end)).astype(np.int64), num_unknown, num_bytes)
+            yield line
 
 
-def row_of(line: Line, count: int, nats: float) -> Row:
-    mean = nats / count if count else None
-    return {
-        "line": line.number,
-        "text": line.text,
-        "characters": count,
-        "nats": nats,
-        "nats_per_character": mean,
-        "bits_per_character": None if mean is None else bits(mean),
-        "perplexity": None if mean is None else math.exp(mean),
-        "unknown_characters": line.num_unknown,
-    }
+def groups(lines: Iterable[Line]) -> Iterator[list[Line]]:
+    """Yield lines in groups that are scored together."""
+    group: list[Line] = []
+    num_bytes = 0
+    for line in lines:
+        group.append(line)
+        num_bytes += line.num_bytes
+        if len(group) == LINES or num_bytes > BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
 
 
 def strangest(rows: Iterable[Row], count: int | None) -> list[Row]:

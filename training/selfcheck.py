@@ -185,6 +185,7 @@ def checked_runner(model: GPT, **options: Any) -> Runner:
         runner = open_runner(model, **options)
         if computes(runner, model):
             return runner
+        runner.close()
     return open_runner(model, "torch", **options)
 
 

@@ -7,11 +7,11 @@ model.py turns calls into requests in text (service/text), thread.py runs their 
 """
 
 from service.local.model import Model, RequestError, load
-from service.local.results import Acceptance, Answer, Answers, Character, Next, Results, Score
+from service.local.results import Acceptance, Answer, Answers, Character, Next, Results, Sample, Score
 from service.local.thread import ModelClosedError
 from service.model.checkpoint import CheckpointError
 
 __all__ = [
     "Acceptance", "Answer", "Answers", "Character", "CheckpointError", "Model", "ModelClosedError", "Next",
-    "RequestError", "Results", "Score", "load",
+    "RequestError", "Results", "Sample", "Score", "load",
 ]  # fmt: skip

@@ -29,14 +29,14 @@ from service.engine.backends import open_runner, resolve
 from service.engine.engine import Engine
 from service.engine.runner import Runner
 from service.engine.selfcheck import SelfCheckError, check
-from service.local.results import Acceptance, Answer, Answers, Character, Next, Results, Score
+from service.local.results import Acceptance, Answer, Answers, Character, Next, Results, Sample, Score
 from service.local.thread import Call, EngineThread, Running
 from service.model.checkpoint import Checkpoint, checkpoint_in
 from service.model.params import MAX_SEED
 from service.process import available_cpus
 from service.text.encoding import Encoder
 from service.text.errors import InvalidRequestError, invalid
-from service.text.exact import Ending, Exact
+from service.text.exact import Bounds, Ending, Exact
 from service.text.generation import Plan, answers, plan
 from service.text.limits import Limits
 from service.text.model import TextModel
@@ -47,7 +47,6 @@ from service.text.scores import distribution_of, entropy_of, plan_next, plan_sco
 from service.text.work import Job, Result, Work, run
 from service.wire import Logprobs, Submit, floats
 
-MAX_REGEX_CHARACTERS = 10_000  # the most that a server may allow
 MAX_JOBS = 64  # compiled patterns that are kept
 AHEAD = 4  # sequences that `sample` may have in progress or unread, per slot
 
@@ -113,11 +112,11 @@ def load(
             raise
         warnings.warn(f"running on backend torch: {error}", stacklevel=2)
         runner = opened("torch")
-    return Model(checkpoint, Engine(runner, max_waiting=MAX_ID, is_fair=False))
+    return Model(TextModel.of(checkpoint), Engine(runner, max_waiting=MAX_ID, is_fair=False), checkpoint)
 
 
 class Model:
-    """A checkpoint, and an engine that runs it in a thread of this process.
+    """A model, and an engine that runs it in a thread of this process. checkpoint: None for a model in training.
 
     Any thread may call the methods; the engine runs all calls together, and the same seed gives the same text. `close`,
     or `with`, frees the memory. A stream or a sample that is left behind ends what it runs.
@@ -127,10 +126,10 @@ class Model:
         ModelClosedError: from each method: the model is closed, or this process is a fork of the one that loaded it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, engine: Engine):
+    def __init__(self, text: TextModel, engine: Engine, checkpoint: Checkpoint | None = None):
         self.checkpoint = checkpoint
         self.backend, self.dtype, self.slots = engine.runner.backend, engine.runner.dtype, engine.runner.slots
-        self._text = TextModel(checkpoint, MAX_REGEX_CHARACTERS)
+        self._text, self._config = text, engine.config
         self._limits = Limits(max_prompts=MAX_ID)
         self._random = Random()
         self._jobs: dict[Any, Any] = {}
@@ -139,11 +138,11 @@ class Model:
         self._finalizer = weakref.finalize(self, self._thread.close)
 
     def __repr__(self) -> str:
-        config = self.checkpoint.config
-        kind = "texts" if self._text.record_end is None else "records"
+        kind, config = "texts" if self._text.record_end is None else "records", self._config
+        path = "" if self.checkpoint is None else f" {self.checkpoint.path}"
         size = f"{config.num_parameters:,} parameters, {config.vocab_size} characters"
         end = "" if self._finalizer.alive else ", closed"
-        return f"<model of {kind} {self.checkpoint.path}: {size}, backend {self.backend}, dtype {self.dtype}{end}>"
+        return f"<model of {kind}{path}: {size}, backend {self.backend}, dtype {self.dtype}{end}>"
 
     def __enter__(self) -> Self:
         return self
@@ -188,10 +187,11 @@ class Model:
                     raise invalid(name, f"a stream has one answer, got {count}; use generate")
         return self._stream(planned)
 
-    def sample(self, count: int, **fields: Any) -> Iterator[Answer]:
+    def sample(self, count: int, **fields: Any) -> Sample:
         """Yield `count` answers in order, those of generate(n=count, …), while the engine samples the next ones.
 
-        A model of records writes one record for each. The fields are those of `generate`, with one prompt.
+        A model of records writes one record for each. The fields are those of `generate`, with one prompt. The
+        iterator's `exact` is the cost of exact answers so far.
         """
         with _refusing():
             for name in ("n", "best_of", "suffix"):
@@ -200,14 +200,14 @@ class Model:
             if not isinstance(count, int) or count < 0:
                 raise invalid("count", f"must be an integer of at least 0, got {count!r}")
             if not count:
-                return iter(())
-            request = self._request(fields | ({"n": count} if fields.get("exact") is True else {}))
-            _, planned = self._plan(request)
+                return Sample(iter(()))
+            _, planned = self._plan(self._request(fields))
             if len(planned.submits) != 1:
                 raise invalid("prompt", f"a sample has one prompt, got {len(planned.submits)}; use generate")
         if planned.bounds is None:
-            return self._sample(planned, count)
-        return map(self._answer, self._exact(Exact(self._text, planned.submits, planned.bounds)))
+            return Sample(self._sample(planned, count))
+        exact = Exact(self._text, planned.submits, Bounds(*(count * bound for bound in planned.bounds)))
+        return Sample(map(self._answer, self._exact(exact)), lambda: Acceptance(*exact.cost))
 
     def _request(self, fields: dict[str, Any]) -> GenerationRequest:
         if fields.get("max_tokens") is None:
@@ -286,7 +286,7 @@ class Model:
             call.close()
 
     def _sample(self, planned: Plan, count: int) -> Iterator[Answer]:
-        (first,), number = planned.submits, 0
+        (first,), number, num_taken = planned.submits, 0, 0
         submits = (_with_seed(first, first.sampling.seed + i) for i in range(count))
         ended: dict[int, Running] = {}  # by number, not in order yet
         call = Call(self._thread)
@@ -299,10 +299,12 @@ class Model:
                 while number in ended:
                     ready.append(ended.pop(number))
                     number += 1
-                if ready:
-                    call.add(itertools.islice(submits, len(ready)))  # before the caller works on these
-                    for it in ready:
-                        yield self._answer(self._piece(it, planned.echo[0] if planned.echo else ""))
+                num_taken += len(ready)
+                if num_taken >= self.slots:
+                    call.add(itertools.islice(submits, num_taken))  # before the caller works on these
+                    num_taken = 0
+                for it in ready:
+                    yield self._answer(self._piece(it, planned.echo[0] if planned.echo else ""))
         finally:
             call.close()
 
@@ -326,6 +328,7 @@ class Model:
         places: Iterable[int | None] = ranks([it.nats for it in totals]) if is_ranking else itertools.repeat(None)
         counts_unknown = encoder.policy != "refuse" or self._text.tokenizer.unknown_id is not None
         found: Results[Score] = Results()
+        found.replaced_characters, found.dropped_characters = encoder.replaced, encoder.dropped
         for i, (text, total, rank) in enumerate(zip(shown, totals, places, strict=False)):
             nats: list[float | None] | None = None
             if request.characters:  # nothing precedes the first character of a document

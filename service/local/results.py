@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -14,7 +14,13 @@ Item = TypeVar("Item")
 
 
 class Results(list[Item], Generic[Item]):
-    """The results of a call, in the order of the texts. If there is one, its attributes are those of the list too."""
+    """The results of a call, in the order of the texts. If there is one, its attributes are those of the list too.
+
+    replaced_characters, dropped_characters: unknown ones in the texts.
+    """
+
+    replaced_characters: int = 0
+    dropped_characters: int = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -57,11 +63,24 @@ class Acceptance(NamedTuple):
     characters: int
 
 
+class Sample(Iterator[Answer]):
+    """The answers of `sample`, in order. The sampling ends when nobody refers to it any more."""
+
+    def __init__(self, answers: Iterator[Answer], cost: Callable[[], Acceptance | None] = lambda: None):
+        self._answers, self._cost = answers, cost
+
+    def __next__(self) -> Answer:
+        return next(self._answers)
+
+    @property
+    def exact(self) -> Acceptance | None:
+        """The cost so far, with `exact`."""
+        return self._cost()
+
+
 class Answers(Results[Answer]):
     """The answers of a request. A pandas.DataFrame of it has a row for each."""
 
-    replaced_characters: int = 0
-    dropped_characters: int = 0
     exact: Acceptance | None = None  # with `exact`
 
     @property

@@ -34,7 +34,7 @@ import numpy as np
 
 from service.model.config import GPTConfig
 from service.model.ngrams import MAX_BYTES, NGRAMS, NGrams
-from service.model.tokenizer import RECORD_SEPARATOR, UNKNOWN, CharTokenizer
+from service.model.tokenizer import UNKNOWN, CharTokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -282,17 +282,6 @@ class Checkpoint:
         """The id of `record_end_character`, the bos and eos token; None if the model does not write records."""
         end = self.record_end_character
         return None if end is None else self.tokenizer.encode(end)[0]
-
-    @functools.cached_property
-    def text_characters(self) -> frozenset[str] | None:
-        """The characters that patterns may match within a record; None if they may match all.
-
-        Patterns may not match the U+001E that ends records of several lines. They may match a line break that ends a
-        record, because users see lines.
-        """
-        if self.record_end_character != RECORD_SEPARATOR:
-            return None
-        return frozenset(self.tokenizer.characters) - {RECORD_SEPARATOR}
 
     @functools.cached_property
     def example_prompt(self) -> str:

@@ -107,12 +107,12 @@ class Conditions:
         if self._continues:
             every = frozenset(model.tokenizer.characters)
             return (every if allowed is None else allowed) - {model.record_end_character}
-        if self._is_whole and self._ends_record and (within := model.checkpoint.text_characters):
+        if self._is_whole and self._ends_record and (within := model.text_characters):
             return within if allowed is None else allowed & within
         return allowed
 
     def _stop_pattern(self, regex: str) -> Work[bytes]:
-        within = self._model.checkpoint.text_characters if self._ends_record else None
+        within = self._model.text_characters if self._ends_record else None
         compiled = yield from self._model.patterns.compile("stop_regex", regex, within)
         if compiled.matches_empty:
             raise invalid("stop_regex", "must not match the empty text")

@@ -55,7 +55,7 @@ from training import jobs
 from training.config import TrainConfig
 from training.data import TINYSHAKESPEARE, DataError, prepare, record_pieces
 from training.evaluate import piece_loss, split_losses, whole_loss
-from training.inputs import OF_LINES, Encoder, encode_files
+from training.inputs import OF_LINES, encode_files, encoder_of
 from training.log import read_log
 from training.recipe import SETTINGS
 
@@ -134,7 +134,7 @@ def run_ours_on(data: Path, held_out: Path | None, seed: int, threads: int, out:
     for name in ("best", "last"):
         checkpoint = Checkpoint.read(out / name)
         about, tokenizer, model = checkpoint.training, checkpoint.tokenizer, checkpoint.load_model("cpu").eval()
-        encoded = [encode_files([path], Encoder(tokenizer), OF_LINES) for path in (held_out, data) if held_out]
+        encoded = [encode_files([path], encoder_of(tokenizer), OF_LINES) for path in (held_out, data) if held_out]
         ids, known = encoded or (prepare(str(data)).val, None)
         losses = split_losses(model, ids, bool(held_out), known)
         figures["ours" if name == "best" else "ours_last"] = losses["whole"]
@@ -152,7 +152,7 @@ def run_nanogpt(
     corpus = prepare(data, records=held_out is not None)
     ids, val = corpus.train, corpus.val
     if held_out:
-        ids, val = (encode_files([path], Encoder(corpus.tokenizer), OF_LINES) for path in (Path(data), held_out))
+        ids, val = (encode_files([path], encoder_of(corpus.tokenizer), OF_LINES) for path in (Path(data), held_out))
     curve: list[dict[str, float]] = []
     say = Progress()
 

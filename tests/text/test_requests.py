@@ -25,7 +25,7 @@ from service.text.work import run
     ids=str,
 )
 def test_a_plan_leaves_its_request_as_it_is(fields):
-    model = TextModel(Checkpoint.read(BUNDLED), 1000)
+    model = TextModel.of(Checkpoint.read(BUNDLED))
     request = GenerationRequest(**copy.deepcopy(fields))
     before = request.model_copy(deep=True)
     plans = []

@@ -22,7 +22,7 @@ from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from tests.helpers import CORPUS
 from training import data, lecture
 from training.data import DataError, RecordSampler, WindowSampler, prepare, recode, window_pieces
-from training.inputs import OF_LINES, Encoder, encode_files
+from training.inputs import OF_LINES, encode_files, encoder_of
 
 
 def text_file(tmp_path: Path, text: str | bytes) -> Path:
@@ -145,15 +145,15 @@ def test_the_download_is_cached(tmp_path, monkeypatch):
 def test_encode_files_reports_the_offset_of_an_unknown_character(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "CHUNK_BYTES", 4)
     tokenizer = CharTokenizer("abc")
-    assert encode_files([text_file(tmp_path, "cabcab")], Encoder(tokenizer)).tolist() == [2, 0, 1, 2, 0, 1]
+    assert encode_files([text_file(tmp_path, "cabcab")], encoder_of(tokenizer)).tolist() == [2, 0, 1, 2, 0, 1]
     with pytest.raises(UnknownCharacterError, match=r"'x' \(U\+0078\) at offset 6 "):
-        encode_files([text_file(tmp_path, "abcabcx")], Encoder(tokenizer))
+        encode_files([text_file(tmp_path, "abcabcx")], encoder_of(tokenizer))
     with pytest.raises(DataError, match="text.txt has 1 character; scoring needs at least 2"):
-        encode_files([text_file(tmp_path, "a")], Encoder(tokenizer))
+        encode_files([text_file(tmp_path, "a")], encoder_of(tokenizer))
     for policy, expected in (("drop", "abca"), ("replace", "abccac")):
-        encoder = Encoder(tokenizer, policy, "c")
+        encoder = encoder_of(tokenizer, unknown_characters=policy, replacement_character="c")
         assert tokenizer.decode(encode_files([text_file(tmp_path, "abxcay")], encoder)) == expected
-        assert encoder.num_unknown == 2
+        assert encoder.replaced + encoder.dropped == 2
 
 
 @pytest.mark.parametrize("records", [False, True])
@@ -394,10 +394,10 @@ def test_consecutive_windows_predict_each_character_but_the_first_once(size, len
 def test_a_text_of_records_to_evaluate_is_encoded_as_a_split(tmp_path):
     tokenizer = CharTokenizer("\nab")
     for content in ("a\nbb", "a\nbb\n", "\n\na\n\nbb\n\n\n"):
-        ids = encode_files([text_file(tmp_path, content)], Encoder(tokenizer), OF_LINES)
+        ids = encode_files([text_file(tmp_path, content)], encoder_of(tokenizer), OF_LINES)
         assert tokenizer.decode(ids) == "\na\nbb\n"
     with pytest.raises(DataError, match="has no records"):
-        encode_files([text_file(tmp_path, "\n\n\n")], Encoder(tokenizer), OF_LINES)
+        encode_files([text_file(tmp_path, "\n\n\n")], encoder_of(tokenizer), OF_LINES)
 
 
 def test_records_that_are_trained_on_too_are_left_out():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from service.model.checkpoint import Checkpoint, CheckpointError
 from service.model.params import SamplingParams
 from service.model.tokenizer import NEVER, UNKNOWN, CharTokenizer
+from service.text import work
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import STEPS, TEXT, crash, flags, resume, start, tiny, weights
 from training import data
@@ -21,8 +22,7 @@ from training.config import ConfigError
 from training.data import DataError, cache_dir, prepare
 from training.evaluate import whole_loss
 from training.finetune import load_origin
-from training.inputs import Encoder
-from training.sample import sample_texts
+from training.inputs import encoder_of
 from training.saving import save_checkpoint
 
 RARE = "漢字é"
@@ -160,11 +160,14 @@ def test_commands_follow_the_unknown_symbol(tmp_path, run, capsys):
 def test_a_vocabulary_without_one_is_replaced_by_spaces_as_before():
     tokenizer = CharTokenizer("ab " + UNKNOWN)
     assert tokenizer.unknown_id is None and tokenizer.sampling_bias == ()
-    encoder = Encoder(tokenizer, "replace")
-    assert tokenizer.decode(encoder.encode("a漢b")) == "a b"
-    named = Encoder(CharTokenizer("ab " + UNKNOWN, has_unknown=True), "replace")
-    assert tokenizer.decode(named.encode("a漢b")) == f"a{UNKNOWN}b"
-    assert tokenizer.decode(Encoder(named.tokenizer, "replace", "b").encode("a漢b")) == "abb"
+
+    def replaced(tokenizer, replacement=None):
+        encoder = encoder_of(tokenizer, unknown_characters="replace", replacement_character=replacement)
+        return tokenizer.decode(work.run(encoder.encode("a漢b", "text")))
+
+    assert replaced(tokenizer) == "a b"
+    named = CharTokenizer("ab " + UNKNOWN, has_unknown=True)
+    assert (replaced(named), replaced(named, "b")) == (f"a{UNKNOWN}b", "abb")
     with pytest.raises(ValueError, match=r"must have its unknown symbol, U\+FFFD"):
         CharTokenizer("ab", has_unknown=True)
 
@@ -182,7 +185,7 @@ def with_unknown(folder, **about):
 def test_samples_do_not_have_it_though_the_model_finds_it_likely(tmp_path, capsys):
     checkpoint = with_unknown(tmp_path / "ck")
     model, prompt, unknown = checkpoint.load_model(), checkpoint.tokenizer.encode("\n"), checkpoint.tokenizer.unknown_id
-    free = [ids for _, ids in sample_texts(model, prompt, 5, 100, SamplingParams())]
+    free = [model.generate(prompt, 100, SamplingParams(seed=seed)) for seed in range(5)]
     assert sum(ids.count(unknown) for ids in free) > 20
     assert call(["sample", "--checkpoint", checkpoint.path, "-n", 20, "--max-tokens", 200, "--temperature", 2]) == 0
     shown = capsys.readouterr().out

@@ -13,7 +13,7 @@ from tests.helpers import save_random
 from training import data
 from training.config import ConfigError, TrainConfig
 from training.data import DataError, prepare
-from training.inputs import Encoder, Splitting, encode_files
+from training.inputs import Splitting, encode_files, encoder_of
 from training.records import blocks, separator_between, split_printed
 
 END = "\x1e"
@@ -151,7 +151,7 @@ def test_ends_of_records_are_never_rare(corpus):
 
 def test_a_text_to_evaluate_is_split_as_the_training_text(corpus, tmp_path):
     tokenizer = corpus(poems(), records="blank").tokenizer
-    ids = encode_files([tmp_path / "text.txt"], Encoder(tokenizer), Splitting("blank", None, END))
+    ids = encode_files([tmp_path / "text.txt"], encoder_of(tokenizer), Splitting("blank", None, END))
     records = [f"poem {number}\n{POEM.strip()}" for number in range(12)]
     assert tokenizer.decode(ids) == END + "".join(f"{record}{END}" for record in records)
 

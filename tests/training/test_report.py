@@ -7,9 +7,11 @@ from html.parser import HTMLParser
 import pytest
 
 from service.model.checkpoint import Checkpoint
+from service.text.model import TextModel
 from tests.helpers import random_model
 from training.data import prepare
 from training.examination import Examination, examine
+from training.inputs import open_model
 from training.report import write_page
 from training.saving import save_checkpoint
 
@@ -109,7 +111,9 @@ def test_a_page_of_records_marks_copies_and_invalid_ones(run):
 def test_a_page_says_in_words_that_a_model_is_no_good(run):
     text = "to be or not to be, that is the question\n" * 20
     out, checkpoint, corpus, model = run(text, losses={**LOSSES, "whole": 3.5, "streamed": 3.4})
-    found = examine(model, corpus, 2, 60, 0, None, None)
+    with open_model(model, TextModel.of(checkpoint), slots=2) as served:
+        answers = served.generate(corpus.example_prompt, n=2, max_tokens=60)
+    found = examine(answers, corpus, None, None)
     page = page_of(out / "report.html", checkpoint, corpus, found, out)
     assert "The best weights are no better than guessing all characters alike" in page.text
     out, checkpoint, corpus, model = run(text, losses={"val": 3.5})

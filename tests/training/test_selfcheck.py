@@ -18,16 +18,17 @@ from service.engine.selfcheck import SelfCheckError, check
 from service.model import checkpoint, gpt
 from service.model.checkpoint import Checkpoint, CheckpointError
 from service.model.config import GPTConfig
-from service.model.params import SamplingParams
-from tests.helpers import random_model
+from service.model.tokenizer import CharTokenizer
+from service.text.model import TextModel
+from tests.helpers import VOCABULARY, random_model
 from tests.training.runs import crash, events, resume, start, tiny, weights
 from training import fused, saving, selfcheck
 from training.config import ConfigError
 from training.data import prepare
 from training.evaluate import whole_loss
 from training.export import export
+from training.inputs import open_model
 from training.messages import Refusal
-from training.sample import sample_texts
 from training.selfcheck import first_difference, is_servable, refuse_other_weights
 
 SHAPE = {"vocab_size": 11, "block_size": 70, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 32}
@@ -95,8 +96,11 @@ def test_samples_are_those_of_the_changed_model(relu2, tmp_path):
     first, text = [3, 1, 4], []
     for _ in range(30):
         text.append(int(model(torch.tensor([first + text]))[0, -1].argmax()))
-    found = list(sample_texts(model, first, 1, 30, SamplingParams(temperature=0.0)))
-    assert found == [(0, text)]
+    tokenizer = CharTokenizer(VOCABULARY)
+    with open_model(model, TextModel(tokenizer, None, model.config.receptive_field), slots=1) as served:
+        assert served.backend == "torch"
+        found = served.generate(tokenizer.decode(first), max_tokens=30, temperature=0).text
+    assert tokenizer.encode(found) == text
 
 
 def test_a_model_changed_before_a_resume_is_refused(tmp_path, request):

@@ -21,7 +21,13 @@ class Model(TextModel):
     def __init__(
         self, version: Version, checkpoint: Checkpoint, row: int, max_regex_characters: int, thread: PatternThread
     ):
-        super().__init__(checkpoint, max_regex_characters)
+        super().__init__(
+            checkpoint.tokenizer,
+            checkpoint.record_end_character,
+            checkpoint.config.receptive_field,
+            max_regex_characters,
+        )
+        self.checkpoint = checkpoint
         self.id, self.name, self.digest, self.row = version.id, version.name, version.digest, row
         self.cache = PatternCache(thread)
         self.created_at = version.created_at
