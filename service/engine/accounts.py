@@ -2,8 +2,9 @@
 
 The lag of a client is what it is behind its part, in seconds. In each step it grows by the client's part of the step's
 time, which is its weight over the weights of all clients with work. It falls by what the step's work for the client
-would have taken alone. If some clients are behind by more than a step, only they run. So each client gets at least its
-part of the speed that it would have alone, whatever the others send. What is left goes to whoever has something to run.
+would have taken alone. If some clients are behind by more than a step and have something to run, only they run. So each
+client gets at least its part of the speed that it would have alone, whatever the others send. What is left goes to
+whoever has something to run.
 
 A lag is bounded, so that nobody who could not run for long holds up the others for long later.
 """

@@ -260,7 +260,7 @@ class Engine:
         def expected(total: int, longest: int) -> float:
             return cost.fixed * (1 if batch.pieces else longest) + cost.each * total
 
-        scale = seconds / expected(sum(sizes), max(sizes))
+        scale = seconds / expected(max(1, sum(sizes)), max(1, *sizes))
         for account, (total, longest) in alone.items():
             account.used += scale * expected(total, longest)
 

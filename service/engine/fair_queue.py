@@ -26,6 +26,7 @@ class Client(Account):
         self.num_waiting = 0
         self.num_running = 0
         self.order = order  # of its last start, or its arrival; breaks ties
+        self.is_served = False  # has had its turn in this round
         self.version = 0  # of its entry in the queue's heap; entries of earlier versions are void
 
     @property
@@ -36,17 +37,20 @@ class Client(Account):
 class FairQueue:
     """The waiting sequences of all clients; those of one client are in order of priority, then arrival.
 
-    Operations take O(log n), amortized. The queue forgets a client without sequences. A client's share is its part of
-    max_running by weight. If is_fair is False, all sequences count as one client's.
+    Operations take O(log n), amortized, except `begin` with `only`. The queue forgets a client without sequences. A
+    client's share is its part of max_running by weight. If is_fair is False, all sequences count as one client's.
     """
 
     def __init__(self, max_running: int, is_fair: bool = True):
         self.max_running, self.is_fair = max_running, is_fair
         self.num_waiting = 0
+        self.num_extra = 0  # of these, candidates of requests that were accepted before: they take nobody's place
         self._clients: dict[str, Client] = {}
         self._weights = 0.0  # sum of the clients' weights
         self._places: list[tuple[tuple[float, int], int, Client]] = []  # heap of (place, version, client)
-        self._served: list[Client] = []  # that have had their turn in this round
+        self._served: list[Client] = []
+        self._only: set[Client] | None = None
+        self._few: list[Client] = []  # with `only`: those that wait and have not had their turn, the next one last
         self._numbers = itertools.count(1)
         self._lengths: Counter[tuple[int, float]] = Counter()  # clients by (waiting sequences, weight)
 
@@ -69,41 +73,48 @@ class FairQueue:
             self._count_waiting(client, num_waiting)
         heapq.heappush(client.waiting, (sequence.request.priority, next(self._numbers), sequence))
         self._count_waiting(client, 1)
+        self.num_extra += sequence.is_extra
         self._enter(client)
 
-    def begin(self) -> None:
-        """Begin a step: every client has a turn again."""
-        served, self._served = self._served, []
+    def begin(self, only: set[Client] | None = None) -> None:
+        """Begin a round, in which every client has a turn, or each of `only`."""
+        served, self._served, self._only = self._served, [], only
         for client in served:
+            client.is_served = False
             self._enter(client)
+        if only is not None:
+            waiting = [client for client in only if client.num_waiting]
+            self._few = sorted(waiting, key=lambda client: client.place, reverse=True)
 
-    def pop(self, below_share: bool = False, only: set[Client] | None = None) -> Sequence | None:
+    def pop(self, below_share: bool = False) -> Sequence | None:
         """Take the next sequence, which counts as running from now on. Return None if no sequence may start.
 
         below_share: take it only from the client whose turn is next, and only if that runs fewer than its share.
-        only: take it from one of these clients.
         """
-        client = self._next(only)
+        client = self._next()
         if client is None and self._served:
-            self.begin()
-            client = self._next(only)
+            self.begin(self._only)
+            client = self._next()
         if client is None or (below_share and not self._is_below_share(client.num_running, client.weight)):
             return None
         while (sequence := heapq.heappop(client.waiting)[2]).is_finished:
             pass
         sequence.has_left_queue = True
         self._count_waiting(client, -1)
+        self.num_extra -= sequence.is_extra
         client.num_running += 1
         client.order = next(self._numbers)
         client.version += 1
+        client.is_served = True
         self._served.append(client)
         return sequence
 
-    def _next(self, only: set[Client] | None) -> Client | None:
+    def _next(self) -> Client | None:
         """Return the client whose turn is next."""
-        if only is not None:
-            waiting = [client for client in only if client.num_waiting and client not in self._served]
-            return min(waiting, key=lambda client: client.place, default=None)
+        if self._only is not None:
+            while self._few and (self._few[-1].is_served or not self._few[-1].num_waiting):
+                self._few.pop()
+            return self._few[-1] if self._few else None
         while self._places and not _is_valid(self._places[0]):
             heapq.heappop(self._places)
         return self._places[0][-1] if self._places else None
@@ -116,6 +127,7 @@ class FairQueue:
             self._enter(client)
         else:
             self._count_waiting(client, -1)
+            self.num_extra -= sequence.is_extra
             if len(client.waiting) > 2 * client.num_waiting + 64:
                 client.waiting = [item for item in client.waiting if not item[2].is_finished]
                 heapq.heapify(client.waiting)
@@ -182,7 +194,7 @@ class FairQueue:
     def _enter(self, client: Client) -> None:
         """Enter a client that waits and has not had its turn in the heap."""
         client.version += 1
-        if not client.num_waiting or client in self._served:
+        if not client.num_waiting or client.is_served:
             return
         heapq.heappush(self._places, (client.place, client.version, client))
         if len(self._places) > 2 * len(self._clients) + 64:

@@ -91,7 +91,7 @@ class Scheduler:
         self.queue = FairQueue(max_running, is_fair)
         self._free = dict.fromkeys(range(self.slots))  # free slots; the slot that was unused for longest is first
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
-        self._turn = 0  # number of steps that ordered prompts
+        self._turn = 1  # number of the next step that runs prompts
         self._by_id: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class Scheduler:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.id))
 
     def _has_place(self, request: Submit) -> bool:
-        limit = self.max_waiting + self.num_open
+        limit = self.max_waiting + self.num_open + self.queue.num_extra
         if self.num_waiting < limit:
             return True
         if self.queue.is_below_part(request, self.max_waiting):
@@ -209,7 +209,7 @@ class Scheduler:
         """
         starts: list[tuple[Sequence, Found | None]] = []
         spent, held = 0, self.contents.num_held
-        self.queue.begin()
+        self.queue.begin(only)
         copying, self.copying = self.copying, []
         for sequence, source, length in copying:
             may_run = only is None or self.queue.client_of(sequence) in only
@@ -218,13 +218,15 @@ class Scheduler:
             else:
                 self.copying.append((sequence, source, length))
         while self.num_free and 2 * spent < budget:
-            first = self.queue.pop(not self.num_open, only)
+            first = self.queue.pop(not self.num_open)
             if first is None:
                 break
             first.scheduled_at = now
             spent += self._start(first, starts)
         budget = max(budget - spent, min(budget, MIN_PREFILL))
-        return Plan(starts, self._pieces(budget, only, each) if self.prefilling else [])
+        pieces = self._pieces(budget, only, each) if self.prefilling else []
+        self._turn += bool(pieces)
+        return Plan(starts, pieces)
 
     def copied(self, slot: int, length: int) -> None:
         """Record that the first `length` positions of another slot were copied into `slot`."""
@@ -310,7 +312,6 @@ class Scheduler:
         to them than to streams. In every fourth step they come first, so that they make progress. A prompt moves up to
         the place of a sequence that waits to copy from it.
         """
-        self._turn += 1
         left = [(sequence, sequence.slot, sequence.num_prompt_left) for sequence in self.prefilling]
         lent = [(sequence, slot, length - int(self.contents.num_held[slot])) for sequence, slot, length in self.copying]
         are_scores_first = self._turn % SCORING_TURN == 0

@@ -127,8 +127,13 @@ class Sequence:
 
     @property
     def is_candidate(self) -> bool:
-        """True for a candidate of an exact answer."""
+        """True for a candidate of an exact answer, unless its pattern has a single match."""
         return not self.request.masks
+
+    @property
+    def is_extra(self) -> bool:
+        """True for a candidate after the first ones of its request, whose number depends on how many match."""
+        return self.is_candidate and self.request.must_run
 
     @property
     def tried(self) -> Tried:

@@ -261,7 +261,8 @@ class Model:
 
         def refill(num_open: int) -> int:
             started = exact.more(2 * self.slots - num_open)  # as many wait as run, so that no slot does
-            call.add(submit for *_, submit in started)
+            if started:
+                call.add(submit for *_, submit in started)
             return num_open + len(started)
 
         try:
@@ -281,7 +282,8 @@ class Model:
                 if (failure := exact.failure) is not None:
                     with _refusing():
                         raise failure
-                num_open = refill(num_open)
+                if call.results.empty():  # more candidates at a time
+                    num_open = refill(num_open)
         finally:
             call.close()
 

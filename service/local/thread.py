@@ -47,7 +47,7 @@ class Running:
 class Call:
     """The sequences of one caller, which are numbered from 0. End it with `close`, which frees their slots.
 
-    streams: `parts` gives what each sequence has got since its last part. Otherwise `ended` gives whole sequences.
+    streams: `parts` gives what each sequence has got since its last part. Otherwise it gives whole sequences.
     """
 
     def __init__(self, thread: EngineThread, streams: bool = False):

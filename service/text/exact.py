@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -75,16 +75,17 @@ class Ending(NamedTuple):
 class Exact:
     """The exact answers of a request: it says which sequences run, takes their results, and gives the answers.
 
-    submits: the sequence of each prompt under its condition. They become the templates of the candidates.
+    submits: the sequence of each prompt under its condition, the template of its candidates.
     """
 
     def __init__(self, model: TextModel, submits: list[Submit], bounds: Bounds):
-        self.templates = submits
+        self.templates, self.bounds = submits, bounds
         self._draws = [_Draw(model, submit, bounds, i * bounds.answers) for i, submit in enumerate(submits)]
         self._numbers = itertools.count()
         self._running: dict[int, tuple[int, int]] = {}  # prompt and candidate of each sequence that is needed
         self._needless: list[int] = []
         self._num_done = 0  # prompts that have all their answers, with all prompts before them
+        self.num_matched = 0  # candidates that matched, needed or not
 
     @property
     def cost(self) -> Cost:
@@ -133,7 +134,9 @@ class Exact:
         """Take the result of a sequence that is needed. Return the answers that are known by it, in order."""
         prompt, candidate = self._running.pop(number)
         draw = self._draws[prompt]
+        before = draw.num_matched
         last = draw.ended(candidate, result)
+        self.num_matched += draw.num_matched - before
         if last is not None:
             self._drop(prompt, last)
         while self._num_done < len(self._draws) and self._draws[self._num_done].has_all:
@@ -187,14 +190,14 @@ class _Draw:
         self._longest = 0  # most characters that a dropped candidate had in the pattern
         self._next = 0  # number of the next candidate
         self._results: dict[int, _Undecided] = {}  # not decided yet: an earlier candidate still runs
-        self._num_ended = self._num_matched = 0  # candidates that ended, and those that matched, decided or not
-        self._min_tokens, template.min_tokens = template.min_tokens, 0  # a shorter candidate ends, and is dropped
+        self._num_ended = self.num_matched = 0  # candidates that ended, and those that matched, decided or not
+        # What a candidate has in place of the template's. One shorter than min_tokens ends, and is dropped.
+        self._own: dict[str, Any] = {"min_tokens": 0, "masks": False}
         self._end = model.record_end_character or ""
         self._forced = ""  # what all matches begin with
         self._only: str | None = None  # the only match
         if template.constraint is not None:
             self._force(model, template.constraint)
-        template.masks = self._only is not None  # the mask then changes no distribution
 
     def _force(self, model: TextModel, constraint: bytes) -> None:
         """Begin all candidates with what all matches begin with."""
@@ -204,6 +207,7 @@ class _Draw:
         forced = guide.forced()
         if all(map(guide.push, forced)) and (guide.must_end or not guide.remaining):
             self._only = model.tokenizer.decode(forced)
+            self._own["masks"] = True  # the mask changes no distribution
             return
         forced = forced[: template.max_tokens - 1]
         # Penalties count generated characters, so with penalties the forced ones must be generated too.
@@ -212,11 +216,13 @@ class _Draw:
         self._forced = model.tokenizer.decode(forced)
         minimum = None if template.minimum is None else MinimumLength.unpack(template.minimum)
         rest, minimum = _after(automaton, minimum, forced)
-        template.constraint, template.minimum = rest.pack(), None if minimum is None else minimum.pack()
-        if template.logprobs is not None:
-            template.score_from = len(template.prompt)
-        template.prompt = template.prompt + forced
-        template.max_tokens -= len(forced)
+        self._own |= {
+            "constraint": rest.pack(),
+            "minimum": None if minimum is None else minimum.pack(),
+            "prompt": template.prompt + forced,
+            "max_tokens": template.max_tokens - len(forced),
+            "score_from": None if template.logprobs is None else len(template.prompt),
+        }
 
     @property
     def has_all(self) -> bool:
@@ -228,10 +234,10 @@ class _Draw:
 
         So many run at the same time as are likely to give the missing answers at the present rate of matches.
         """
-        missing = self._bounds.answers - self._num_matched
+        missing = self._bounds.answers - self.num_matched
         if missing <= 0 or self.is_finished or self._next == self._bounds.max_candidates:
             return False
-        return self.num_running < math.ceil(missing * (self._num_ended + 1) / (self._num_matched + 1))
+        return self.num_running < math.ceil(missing * (self._num_ended + 1) / (self.num_matched + 1))
 
     def next(self) -> tuple[int, Submit]:
         """Return the next candidate's number and sequence."""
@@ -239,7 +245,7 @@ class _Draw:
         sampling = msgspec.structs.replace(template.sampling, seed=candidate_seed(template.sampling.seed, number))
         self._next += 1
         self.num_running += 1
-        return number, msgspec.structs.replace(template, sampling=sampling)
+        return number, msgspec.structs.replace(template, sampling=sampling, **self._own)
 
     def ended(self, number: int, result: Ending) -> int | None:
         """Take a result. Return the last candidate that is still needed if there are matches enough, else None."""
@@ -251,15 +257,15 @@ class _Draw:
             tried = Tried(matches, len(text) + num_unseen, len(text), 0)
         length = len(self._forced) + tried.length
         answer = None
-        if tried.matches and length >= self._min_tokens:
+        if tried.matches and length >= self.template.min_tokens:
             answer = self._forced + text, reason, None if logprobs is None else logprobs.take(length)
-            self._num_matched += 1
+            self.num_matched += 1
         self._results[number] = _Undecided(tried.characters, tried.distance, length, answer)
         self._decide()
         missing = self._bounds.answers - self.cost.matches
         if self.is_finished:
             return -1
-        if self._num_matched - self.cost.matches < missing:
+        if self.num_matched - self.cost.matches < missing:
             return None
         return sorted(which for which, its in self._results.items() if its.answer)[missing - 1]
 

@@ -37,7 +37,9 @@ async def burst(plan: Plan, outcome: Outcome) -> None:
 
     for fresh, name in ((False, "open connections"), (True, "new connections")):
         # Room for the probe; and time, as connections that are silent for 8 s are closed.
-        async with ours(outcome, max_connections=20_000, header_timeout_seconds=60) as server:
+        async with ours(
+            outcome, max_connections=20_000, max_connections_per_address=0, header_timeout_seconds=60
+        ) as server:
             async with case.sampled(server, 0.05) as samples:
                 replies, figures = await come(server.port, LIVEZ, fresh, 60.0)
             for each in replies:
@@ -75,7 +77,7 @@ async def leave(plan: Plan, outcome: Outcome) -> None:
     count = 500
     outcome.did = f"{count} clients with a running stream each leave at the same moment"
     body = {"prompt": "ROMEO:", "max_tokens": 4000, "stream": True}
-    async with ours(outcome, max_running_requests=512) as server:
+    async with ours(outcome, max_running_requests=512, max_connections_per_address=0) as server:
         tasks = asking(server, [body] * count, sources=8, patience=120)
         await case.until(lambda: server.metric("chargpt_num_requests_running") == count)
         left_at = time.monotonic()
@@ -229,7 +231,7 @@ async def fairness(plan: Plan, outcome: Outcome) -> None:
 
     long = {"prompt": "ROMEO:", "max_tokens": 2000}
     # A queue as long as the flood: with the default of 10 s much of it would be refused.
-    async with ours(outcome, max_queue_seconds=600) as server:
+    async with ours(outcome, max_queue_seconds=600, max_connections_per_address=0) as server:
         await measure(server, "alone")
         for name, body, count, pause in (
             ("flood of 1,000", long, 1000, 3),
@@ -243,7 +245,7 @@ async def fairness(plan: Plan, outcome: Outcome) -> None:
                 await measure(server, name)
             outcome.figures[f"{name}: statuses of the flood"] = statuses(client) or "–"
             await judge(server, name)
-    async with ours(outcome) as server:
+    async with ours(outcome, max_connections_per_address=0) as server:
         name, body = "twice saturation", {"prompt": "ROMEO:", "max_tokens": 300}
         rate = 2 * await saturation(server.port, body, plan.count(4, 2))
         await case.until(lambda: server.metric("chargpt_num_requests_running") == 0)

@@ -550,15 +550,16 @@ def test_non_finite_logits_end_only_their_sequence(make, exact):
     assert ran.texts == {0: [], 1: expected, 2: expected, 3: expected}
 
 
-def test_non_finite_logits_end_a_text_within_a_call(make, exact):
-    """What was chosen before the character whose embedding is NaN is emitted."""
+def test_non_finite_logits_end_a_text_within_a_call(make, exact, caplog):
+    """What was chosen before the character whose embedding is NaN is emitted, also where no row of a call has one."""
     params = SamplingParams(seed=1)
     text = exact.generate([1], 40, params)
     broken = random_model(torch.float64, block_size=8)
     at = next(i for i in range(3, 40) if text[i] not in [1, *text[:i]])
     broken.embed.weight[text[at]] = float("nan")
-    ran = run_all(make(2, broken, clock=lambda: 0.0), [Submit(1, [1], 40, params)])
-    assert (ran.reasons, ran.texts) == ({1: "error"}, {1: text[: at + 1]})
+    ran = run_all(make(2, broken, clock=lambda: 0.0), [Submit(id, [1], 40, params, client=f"{id}") for id in (1, 2)])
+    assert (ran.reasons, ran.texts) == ({1: "error", 2: "error"}, {1: text[: at + 1], 2: text[: at + 1]})
+    assert "a forward over" not in caplog.text
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(repetition_penalty=2.0)])

@@ -302,9 +302,9 @@ def test_in_a_step_the_clients_that_wait_take_turns():
     for client, count in ("many", 20), ("few", 20):
         for _ in range(count):
             queue.add(sequence(next(ids), client=client))
-    queue.begin()
+    queue.begin({client for client in queue.clients if client.name == "many"})
     for _ in range(10):
-        queue.pop(only={client for client in queue.clients if client.name == "many"})
+        assert queue.pop().request.client == "many"
     queue.begin()
     assert [queue.pop().request.client for _ in range(6)] == ["few", "many"] * 3
 
@@ -406,6 +406,20 @@ def test_the_queue_keeps_places_for_clients_that_use_few():
     fill(scheduler, 2, client="new", first=21)
     assert refuses(scheduler, "new") and refuses(scheduler, "other")
     assert scheduler.num_waiting == 10 + 10 // 4
+
+
+def test_candidates_of_accepted_requests_take_nobodys_place():
+    """Some hundred of them wait for one client, which has a single request."""
+    scheduler = fair(2, max_waiting=10)
+    fill(scheduler, 8)
+    for id in range(100, 400):
+        scheduler.add(sequence(id, client="draws", masks=False, must_run=True))
+    for client in ("flood", "new"):
+        scheduler.add(sequence(1000 + ord(client[0]), client=client))
+    started(scheduler)
+    for id in range(100, 400):
+        scheduler.finish(id, "abort")
+    assert scheduler.queue.num_extra == 0
 
 
 def test_places_in_the_queue_are_shared_by_weight():

@@ -207,6 +207,21 @@ async def test_candidates_that_are_aborted_count_what_their_worker_reports(peer,
     await peer.until(lambda: peer.counts() == {"submitted": 2, "begun": 2, "stop": 1, "abort": 1})
 
 
+async def test_a_beginning_that_is_set_is_charged_once(peer):
+    """It runs as a part of the prompt, and is a part of the answer."""
+    model = SimpleNamespace(tokenizer=CharTokenizer("ab"), record_end_character=None)
+    constraint = compile_regex("bbb[ab]{2}", "ab").pack()
+    exact = Exact(model, [submit([0], 5, SamplingParams(), constraint=constraint)], Bounds(1, 10, 50))
+    generation = start_exact(peer, exact)
+    (id,) = await received(peer, 1)
+    assert peer.received[0].prompt == [0, 1, 1, 1] and peer.received[0].max_tokens == 2
+    peer.send(Delta(id, [0, 1], "stop", **BEGUN, ended_at=3.0, tried=Tried(True, 2, 2, 0), num_unseen=4))
+    whole = asyncio.create_task(generation.whole())
+    await peer.until(whole.done)
+    assert [it.text for it in whole.result()] == ["bbbab"] and generation.num_run_characters == 1 + 5
+    assert len(exact.templates[0].prompt) == 1
+
+
 async def test_candidates_are_refused_together(peer):
     generation = start_exact(peer, exact_answers(prompts=2))
     ids = await received(peer, 4)

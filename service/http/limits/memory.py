@@ -69,14 +69,15 @@ def estimate(
     beside: bytes that the request holds besides its sequences.
     """
     wide = WIDE_ID_BYTES if vocab_size > 257 else 0
-    beside += SEQUENCE_BYTES * len(submits) + RUNNING_BYTES * len(submits[:window])
+    beside += SEQUENCE_BYTES * len(submits) + RUNNING_BYTES * len(submits if answers else submits[:window])
     beside += _beside(submits[0], SENT_BYTES + wide) if submits else 0
     if answers is None:
         answers = 1
     else:
+        window = max(window or 0, len(submits))
         longest = min(receptive_field, max([len(submit.prompt) for submit in submits]))
         candidate = SEQUENCE_BYTES + RUNNING_BYTES + (SENT_BYTES + wide) * longest
-        beside += SEQUENCE_BYTES * answers * len(submits) + candidate * max(0, (window or 0) - len(submits))
+        beside += SEQUENCE_BYTES * answers * len(submits) + candidate * (window - len(submits))
     if len(submits) == 1 and submits[0].logprobs is None and not (echo or num_rankings):  # most requests
         length, max_tokens = len(submits[0].prompt), answers * submits[0].max_tokens
         prompt = PROMPT_BYTES * length + (SENT_BYTES + wide) * min(length, receptive_field)

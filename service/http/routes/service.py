@@ -84,8 +84,8 @@ class Service:
 
     @property
     def exact_window(self) -> int:
-        """Candidates of a request that run at once. As many again wait, so that no slot does."""
-        return 2 * self.slots
+        """Candidates of a request that workers have at once: half of them wait, so that no slot does."""
+        return 2 * self.slots * len(self.devices)
 
     @property
     def is_ready(self) -> bool:

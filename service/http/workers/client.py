@@ -323,8 +323,9 @@ class EngineClient:
                         self._received_delta(delta, now)
                 case Refused(id) if id in self._running:
                     generation, sequence = self._running[id]
+                    is_single = len(generation.sequences) == len(generation.open) == 1
                     self._refuse(id, "queue_full", _queue_full(message))
-                    if len(generation.sequences) == 1 and generation.timeout_seconds >= self._patience:
+                    if is_single and generation.timeout_seconds >= self._patience:
                         self._full[sequence.submit.client] = Full(message, now + REFUSING_SECONDS)
                 case WorkerFound():
                     for generation, sequence in list(self._running.values()):
@@ -366,6 +367,9 @@ class EngineClient:
                 start, count = start + skipped, count - skipped
                 if not count or sequence.finish_reason is not None:
                     continue
+            if not generation.streams_text:
+                generation.add(sequence, text[start:end], now)
+                continue
             total += count
             gap = (now, count - 1) if sequence.last_at is None else (sequence.last_at, count)
             gaps[gap] = gaps.get(gap, 0) + gap[1]

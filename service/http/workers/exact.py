@@ -15,8 +15,10 @@ from service.wire import Delta, FinishReason, Logprobs
 class ExactGeneration(Generation):
     """The answers of a prompt count as one sequence, which has the times of the first candidate that ran.
 
-    window: the number of candidates that run at once.
+    window: the most candidates that workers have at once, beside one of each prompt.
     """
+
+    streams_text = False
 
     def __init__(
         self, client: Client, model: Model, exact: Exact, window: int, arrived_at: float, interval: float | None
@@ -31,10 +33,13 @@ class ExactGeneration(Generation):
 
     @property
     def num_run_characters(self) -> int:
-        return sum(
-            max(num_run, (0 if it.queue_seconds is None else len(it.submit.prompt)) + it.num_completion_tokens)
-            for num_run, it in zip(self._num_run, self.sequences, strict=True)
-        )
+        """At least the prompts and answers, and at most the limits of the request."""
+        total = 0
+        for num_run, it in zip(self._num_run, self.sequences, strict=True):
+            length = len(it.submit.prompt)
+            least = (0 if it.queue_seconds is None else length) + it.num_completion_tokens
+            total += max(least, min(num_run, length + self.exact.bounds.max_characters))
+        return total
 
     @property
     def is_finished(self) -> bool:
@@ -72,7 +77,9 @@ class ExactGeneration(Generation):
         sequence.add_logprobs(delta)
         prompt, reason = self._running[sequence.number][0], delta.finish_reason
         its = self.sequences[prompt]
-        change = Delta(0, [], None, delta.scheduled_at, delta.prefilled_at)
+        change = Delta(0, [])
+        if its.queue_seconds is None:
+            change.scheduled_at, change.prefilled_at = delta.scheduled_at, delta.prefilled_at
         if reason is not None:
             del self._running[sequence.number]
             text = "".join(sequence.new_texts)
@@ -99,14 +106,19 @@ class ExactGeneration(Generation):
         if candidate.submit.logprobs is not None:
             logprobs = candidate.prompt_logprobs or Logprobs()
             logprobs.extend(candidate.new_logprobs or Logprobs())
-        self._metrics.exact_candidates.inc()
-        self._metrics.exact_candidate_tokens.inc(delta.tried.characters if delta.tried else len(text))
-        if delta.tried is None or delta.tried.matches:
-            self._metrics.exact_matches.inc()
+        metrics, num_matched = self._metrics, self.exact.num_matched
         result = Ending(text, reason, delta.num_unseen, delta.tried, logprobs)
-        if answers := self.exact.ended(candidate.number, result):
+        answers = self.exact.ended(candidate.number, result)
+        metrics.exact_candidates.inc()
+        metrics.exact_candidate_tokens.inc(delta.tried.characters if delta.tried else len(text) + delta.num_unseen)
+        metrics.exact_matches.inc(self.exact.num_matched - num_matched)
+        if answers:
             self._answers[prompt] += answers
-            super().add(self.sequences[prompt], "".join([piece.text for piece in answers]), now)
+            its, new = self.sequences[prompt], "".join([piece.text for piece in answers])
+            metrics.generation_tokens.inc(len(new))
+            if its.last_at is not None and new:
+                metrics.inter_token_latency.observe((now - its.last_at) / len(new), len(new))
+            super().add(its, new, now)
             if self.is_stream:
                 self.wake_when_due(now)
         if (failure := self.exact.failure) is not None:

@@ -144,6 +144,7 @@ class Generation:
     """
 
     timeout_name = "its time limit"  # its name in errors
+    streams_text = True  # characters are the client's as they arrive
 
     def __init__(
         self,
