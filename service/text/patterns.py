@@ -107,10 +107,13 @@ class PatternCompiler:
                     f"nothing can match: a record has {end!r} at its end alone; use ignore_eos to go on after it"
                 ) from None
         if without:
+            others = compile_without(without, self._characters, end=end)
             try:
-                automaton = intersection(automaton, compile_without(without, self._characters, end=end))
+                automaton = intersection(automaton, others)
             except RegexError as error:
-                raise RegexError(f"{error} that has none of bad_words") from None
+                is_empty = str(error) == "nothing can match"
+                advice = " that has none of bad_words" if is_empty else ", or give fewer bad_words"
+                raise RegexError(f"{error}{advice}") from None
         return automaton
 
 
