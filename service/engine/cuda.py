@@ -102,10 +102,18 @@ class CudaRunner(Runner):
 
     # -- Runner --
 
-    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int] = ()) -> None:
-        self._sampler.start(slot, params, prompt)
-        self._positions[slot] = 0
-        self._draws.start(slot, params.seed)
+    def start(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        ends: Sequence[int] = (),
+        written: Sequence[int] = (),
+        position: int = 0,
+    ) -> None:
+        self._sampler.start(slot, params, prompt, written)
+        self._positions[slot] = position
+        self._draws.start(slot, params.seed, len(written))
         self._cache[:, slot] = 0.0  # masked keys and values are multiplied by 0, and 0 times NaN or infinity is NaN
 
     def copy(self, source: int, target: int, length: int) -> None:

@@ -42,10 +42,18 @@ class TorchRunner(Runner):
         self._draws = Draws(slots)
         self._sampler = Sampler(slots, model.config.vocab_size)
 
-    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int] = ()) -> None:
-        self._sampler.start(slot, params, prompt)
-        self.cache.empty(slot)
-        self._draws.start(slot, params.seed)
+    def start(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        ends: Sequence[int] = (),
+        written: Sequence[int] = (),
+        position: int = 0,
+    ) -> None:
+        self._sampler.start(slot, params, prompt, written)
+        self.cache.empty(slot, position)
+        self._draws.start(slot, params.seed, len(written))
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.cache.copy(source, target, length)

@@ -473,12 +473,13 @@ extern "C" {
 struct ChargptParams {
   double temperature, top_p, log_min_p, typical_p, repetition, presence, frequency;
   uint64_t seed;
-  int64_t top_k, num_biased, num_seen, num_ends, num_recent;
+  int64_t top_k, position, num_biased, num_seen, num_written, num_ends, num_recent;  // position: of the first id
   const int32_t* biased;  // (num_biased,) ids
   const double* bias;     // (num_biased,)
   const int32_t* seen;    // (num_seen,) ids of the prompt; only where a penalty needs them
+  const int32_t* written; // (num_written,) ids that were chosen before
   const int32_t* ends;    // (num_ends,) ids after which no more is chosen in a call
-  const int32_t* recent;  // (num_recent,) the last ids of the prompt, by which the first guess is made
+  const int32_t* recent;  // (num_recent,) the last ids before the first choice, by which the first guess is made
 };
 
 // A sequence's place in a pattern: an automaton as in constrain/automaton.py.
@@ -590,14 +591,15 @@ struct Sampler {
 
   void start(const ChargptParams& params, int vocab_size) {
     p = params;  // its pointers are the caller's, and not kept
-    drawn = 0;
+    drawn = uint64_t(p.num_written);
     bias.clear();
     for (int64_t i = 0; i < p.num_biased; ++i) bias.emplace_back(p.biased[i], p.bias[i]);
     const bool is_penalised = p.repetition != 1 || p.presence != 0 || p.frequency != 0;
     seen.assign(is_penalised ? vocab_size : 0, 0);
     counts.assign(seen.size(), 0);
     for (int64_t i = 0; is_penalised && i < p.num_seen; ++i) seen[p.seen[i]] = 1;
-    p.biased = p.seen = p.ends = p.recent = nullptr, p.bias = nullptr;
+    for (int64_t i = 0; is_penalised && i < p.num_written; ++i) seen[p.written[i]] = 1, counts[p.written[i]] += 1;
+    p.biased = p.seen = p.written = p.ends = p.recent = nullptr, p.bias = nullptr;
   }
 
   // z (V) and weight (V) have room for whole Lanes; order (V) is scratch.
@@ -1046,7 +1048,9 @@ template <class T, class W, class K> class Net final : public Engine {
     Slot& s = states[slot];
     s.sampler.start(params, c.vocab_size);
     s.ends.assign(params.ends, params.ends + params.num_ends);
-    s.position = 0, s.last = NONE;
+    s.position = params.position, s.last = NONE;
+    if (s.position)  // rows see all places, also those of positions that never ran
+      for (int layer = 0; layer < c.n_layer; ++layer) std::fill_n(ring(slot, layer, 0), c.n_kv_head * head_size, K{});
     s.recent.fill(NONE);
     const int64_t count = std::min<int64_t>(params.num_recent, s.recent.size());
     std::copy_n(params.recent + params.num_recent - count, count, s.recent.end() - count);
@@ -1734,7 +1738,7 @@ bool fits_half(const ChargptConfig& c, const float* const* weights) {
 
 // The layout of the structures above, which native.py must share.
 API int32_t chargpt_layout(void) {
-  return 6 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
+  return 8 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
 }
 
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {
@@ -1767,6 +1771,8 @@ API const char* chargpt_start(void* engine, int32_t slot, const ChargptParams* p
     if (params->biased[i] < 0 || params->biased[i] >= e.vocab_size) return "logit_bias is for an id out of range";
   for (int64_t i = 0; i < params->num_seen; ++i)
     if (params->seen[i] < 0 || params->seen[i] >= e.vocab_size) return "an id is out of range";
+  for (int64_t i = 0; i < params->num_written; ++i)
+    if (params->written[i] < 0 || params->written[i] >= e.vocab_size) return "an id is out of range";
   e.start(slot, *params);
   return nullptr;
 } catch (const std::bad_alloc&) {

@@ -36,7 +36,7 @@ _VARIANTS = {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
 
 # The weights of a block in the order of `Net::pack`.
 _BLOCK = ("attn_norm", "attn.qkv", "attn.q_norm", "attn.k_norm", "attn.proj", "mlp_norm", "mlp.gate_up", "mlp.proj")
-_PARAMS = struct.Struct("=7dQ5q5Q")  # ChargptParams
+_PARAMS = struct.Struct("=7dQ7q6Q")  # ChargptParams
 _ITEM = np.dtype(
     [(name, "i4") for name in ("slot", "count", "steps", "alternatives")]
     + [(name, "u8") for name in ("ids", "targets", "guide", "chosen", "values", "top_ids", "top_values", "which")]
@@ -116,7 +116,7 @@ def opened(path: Path, name: str, revision: int) -> ctypes.CDLL:
 
 def _load(path: Path) -> ctypes.CDLL:
     """Load a library and declare its functions. Raise RuntimeError like `opened`."""
-    layout = 6 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+    layout = 8 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
     library = opened(path, "chargpt_layout", layout)
     for name, arguments in {
         "chargpt_open": [POINTER(_Config), POINTER(POINTER(c_float)), POINTER(c_void_p)],
@@ -222,18 +222,31 @@ class NativeRunner(Runner):
             self._library.chargpt_close(self._engine)
             self._engine = c_void_p()
 
-    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int] = ()) -> None:
-        ids, V = np.asarray(prompt, np.int32), self.config.vocab_size
+    def start(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        ends: Sequence[int] = (),
+        written: Sequence[int] = (),
+        position: int = 0,
+    ) -> None:
+        ids, V = np.asarray([*prompt, *written], np.int32), self.config.vocab_size
         if len(ids) and not 0 <= ids.min() <= ids.max() < V:
             raise ValueError(f"ids must be in [0, {V - 1}], got {ids.min()} … {ids.max()}")
         biased = np.array([id for id, _ in params.logit_bias], np.int32)
         if len(biased) and biased.max() >= V:
             raise ValueError(f"logit_bias ids must be below {V}, got {biased.max()}")
         bias = np.array([value for _, value in params.logit_bias], np.float64)
-        seen, last, recent = ids if params.needs_history else ids[:0], np.asarray(ends, np.int32), ids[-ORDER:]
+        seen, chosen = ids[: len(prompt)], ids[len(prompt) :]
+        if not params.needs_history:
+            seen = seen[:0]
+        last, recent = np.asarray(ends, np.int32), ids[-ORDER:]
         packed = _PARAMS.pack(
-            *(*params.factors, params.seed, params.top_k, len(biased), len(seen), len(last), len(recent)),
-            *(biased.ctypes.data, bias.ctypes.data, seen.ctypes.data, last.ctypes.data, recent.ctypes.data),
+            *(*params.factors, params.seed, params.top_k, position),
+            *(len(biased), len(seen), len(chosen), len(last), len(recent)),
+            *(biased.ctypes.data, bias.ctypes.data, seen.ctypes.data),
+            *(chosen.ctypes.data, last.ctypes.data, recent.ctypes.data),
         )
         self._library.chargpt_start(self._engine, slot, packed)
 

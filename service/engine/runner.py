@@ -119,14 +119,25 @@ class Runner(ABC):
     step_counts: Sequence[int] = range(1, 65)  # numbers of decode steps that a call runs without waste, ascending
 
     @abstractmethod
-    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int] = ()) -> None:
-        """Empty a slot for a new sequence.
+    def start(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        ends: Sequence[int] = (),
+        written: Sequence[int] = (),
+        position: int = 0,
+    ) -> None:
+        """Empty a slot for a sequence. Pieces of its prompt follow, then those of `written`.
 
         prompt: the whole prompt, which penalties count as seen.
         ends: ids that are likely to end the text. After one of them, a row need not choose more ids in the same call.
+        written: ids that the sequence chose before, in another slot or process. The next draw has their number.
+        position: of the first id that runs. If it is above 0, so many ids run before the first choice that the empty
+            places of the cache before them influence no logits that are used.
 
         Raises:
-            ValueError: an id of the prompt or of a bias is outside the vocabulary.
+            ValueError: an id of the prompt, of `written` or of a bias is outside the vocabulary.
         """
 
     @abstractmethod

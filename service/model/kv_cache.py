@@ -33,13 +33,13 @@ class KVCache:
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = [0] * (slots + 1)  # number of positions written to each slot, which may exceed W
 
-    def empty(self, slot: int) -> None:
-        """Empty a slot before another sequence uses it.
+    def empty(self, slot: int, position: int = 0) -> None:
+        """Empty a slot before another sequence uses it. position: of the first character that it will hold.
 
         The old keys and values become 0. Masking alone does not remove values that are not finite, because 0 times such
         a value is NaN.
         """
-        self.lengths[slot] = 0
+        self.lengths[slot] = position
         self.keys[:, slot] = self.values[:, slot] = 0.0
 
     def copy(self, source: int, target: int, length: int) -> None:

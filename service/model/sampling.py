@@ -40,9 +40,10 @@ class Draws:
         self._first = np.full(sequences, -self.AHEAD, dtype=np.int64)  # number of the first computed draw
         self._draws = np.zeros((sequences, self.AHEAD))
 
-    def start(self, sequence: int, seed: int) -> None:
+    def start(self, sequence: int, seed: int, taken: int = 0) -> None:
+        """Begin a sequence. taken: the number of its next draw."""
         self._seeds[sequence] = seed
-        self._taken[sequence], self._first[sequence] = 0, -self.AHEAD  # no draw is computed yet
+        self._taken[sequence], self._first[sequence] = taken, taken - self.AHEAD  # no draw is computed yet
 
     def take(self, sequences: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Take the next counts[b] ≤ AHEAD draws of sequences[b]; return (B, counts.max()) float64.
@@ -90,15 +91,18 @@ class Sampler:
         self._host_table, self._is_sent = np.tile(NEUTRAL, (sequences, 1)), False
         self._is_biased = np.zeros(sequences, dtype=bool)
 
-    def start(self, sequence: int, params: SamplingParams, prompt: Sequence[int]) -> None:
-        """Set the parameters of a sequence, and count the ids of its prompt if a penalty is set.
+    def start(self, sequence: int, params: SamplingParams, prompt: Sequence[int], written: Sequence[int] = ()) -> None:
+        """Set the parameters of a sequence, and count the ids of its prompt and those written if a penalty is set.
+
+        written: the ids of the completion so far.
 
         Raises:
-            ValueError: an id of the prompt or of a bias is outside the vocabulary.
+            ValueError: an id of the prompt, of `written` or of a bias is outside the vocabulary.
         """
         V, row = self.bias.size(1), row_of(params)
-        if not 0 <= min(prompt) <= max(prompt) < V:
-            raise ValueError(f"prompt ids must be in [0, {V - 1}], got {min(prompt)} to {max(prompt)}")
+        ids = [*prompt, *written]
+        if not 0 <= min(ids) <= max(ids) < V:
+            raise ValueError(f"prompt ids must be in [0, {V - 1}], got {min(ids)} to {max(ids)}")
         if any(id >= V for id, _ in params.logit_bias):
             raise ValueError(f"logit_bias ids must be below {V}, got {max(params.logit_bias)[0]}")
         if not np.array_equal(row, self._host_table[sequence]):
@@ -114,7 +118,8 @@ class Sampler:
             seen = np.zeros(V, dtype=bool)
             seen[np.asarray(prompt)] = True
             send(seen, self.seen[sequence])
-            self.counts[sequence] = 0.0
+            counts = np.bincount(np.asarray(written, dtype=np.int64), minlength=V).astype(np.float64)
+            send(counts, self.counts[sequence])
 
     def send(self) -> None:
         """Copy changed parameters to the device. Call it before `choose`."""

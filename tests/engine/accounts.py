@@ -29,7 +29,7 @@ class Timed(Runner):
     def clock(self):
         return self.now
 
-    def start(self, slot, params, prompt, ends=()):
+    def start(self, slot, params, prompt, ends=(), written=(), position=0):
         self.now += 60e-6
 
     def copy(self, source, target, length):
