@@ -17,12 +17,13 @@ from litserve.connector import check_cuda_with_nvidia_smi
 
 from service.engine import native
 from service.engine.backends import resolve, slots_that_fit
-from service.engine.scheduler import reserved_slots
 from service.model.config import GPTConfig
 from service.settings import Settings
 from service.words import plural
 
 logger = logging.getLogger(__name__)
+
+SLOTS = 72  # cache slots without a GPU: those of the largest request, and some for other clients
 
 
 class BackendError(ValueError):
@@ -92,7 +93,7 @@ def torch_build() -> tuple[str, str | None]:
 
 
 def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, device: str) -> int:
-    """Return the cache slots per worker that one client can use. Fair queueing adds `reserved_slots`.
+    """Return the number of cache slots per worker.
 
     Each model has its own cache with this number of slots.
 
@@ -101,14 +102,12 @@ def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, devic
     if settings.max_running_requests != "auto":
         return settings.max_running_requests
     if not device.startswith("cuda"):
-        return 64
+        return SLOTS
     free = free_gpu_bytes(settings.devices) / settings.workers_per_device
-    fitting = slots = min(slots_that_fit(config, dtype, free / len(configs)) for config in configs)
-    if settings.fair_queueing:
-        slots = next((n for n in range(fitting - 1, 0, -1) if n + reserved_slots(n) <= fitting), 0)
+    slots = min(slots_that_fit(config, dtype, free / len(configs)) for config in configs)
     if not slots:
         raise BackendError(f"--max-running-requests auto: not one sequence fits into {free / 1e9:.1f} GB of GPU memory")
-    what = plural(fitting, "sequence")
+    what = plural(slots, "sequence")
     logger.info("--max-running-requests auto: %.1f GB of free GPU memory hold %s", free / 1e9, what)
     return slots
 

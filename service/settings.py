@@ -156,8 +156,8 @@ class Settings(BaseSettings):
     threads: int = Field(default_factory=cpus_per_worker, ge=1, le=1024, description="CPU threads per worker")
 
     max_running_requests: int | Literal["auto"] = Field(
-        64,
-        description="maximum running sequences per worker; auto: as many as fit into GPU memory, 64 on other devices",
+        72,
+        description="maximum running sequences per worker; auto: as many as fit into GPU memory, 72 on other devices",
     )
     max_queued_requests: Natural = Field(1024, description="maximum waiting sequences per worker")
     max_queue_seconds: Seconds = Field(10, description="maximum expected wait in the queue; a longer one gets 429")

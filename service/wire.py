@@ -36,7 +36,7 @@ class Hello(msgspec.Struct, gc=False, array_like=True, tag=True):
 
 
 class Submit(msgspec.Struct, gc=False, array_like=True):
-    """One sequence to run: a prompt and how to continue it."""
+    """One sequence to run: a prompt, how to continue it, and what another worker has written of it before."""
 
     id: int
     prompt: list[int]  # at least 1 id
@@ -60,6 +60,7 @@ class Submit(msgspec.Struct, gc=False, array_like=True):
     priority: int = 0  # among the client's own sequences; lower runs first
     seen: tuple[int, ...] = ()  # for penalties: distinct ids that were cut off before the prompt
     must_run: bool = False  # accepted already, with its request or by a lost worker
+    written: tuple[int, ...] = ()  # the first ids of the completion; only what follows is reported
     request_id: str = ""  # for the log
     client: str = ""  # the client of the sequence; clients share the worker fairly
     weight: float = 1.0  # share of the client, above 0

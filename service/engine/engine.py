@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from service.engine.accounts import Account, behind, settle
+from service.engine.cost import Cost
 from service.engine.fair_queue import Client
 from service.engine.runner import FAILED, Outcome, Piece, Runner
 from service.engine.scheduler import MIN_PREFILL, Plan, Scheduler
@@ -48,6 +49,7 @@ class StepStats:
         self.num_decode_steps = 0  # steps of the row with the most steps
         self.num_decode_tokens = 0
         self.num_dropped_tokens = 0  # characters chosen after a stop or after the sequence had ended
+        self.num_moved = 0  # sequences that lost their slot to another client
 
     @property
     def seconds(self) -> float:
@@ -60,47 +62,6 @@ class StepStats:
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
         self.ended_at = now
         return seconds
-
-
-class Cost:
-    """The seconds of a call as a function of its size: fixed + each · size, fitted to recent calls.
-
-    The fit is by weighted least squares; a call weighs half as much 16 calls later. If one call takes more than twice
-    as long as expected, it counts as twice the expectation, because the machine probably did something else. If the
-    sizes vary too little for the noise of the times, `fixed` is 0.
-    """
-
-    DECAY = 2 ** (-1 / 16)
-    CLEAR = 0.05  # the slope is used if its standard error is at most this fraction of seconds ÷ size
-
-    def __init__(self, each: float):
-        self.fixed, self.each = 0.0, each  # a first guess
-        self._sums = [0.0] * 6  # of weights w, and of w·n, w·n², w·t, w·n·t, w·t² over sizes n and seconds t
-        self._last_ratio = 1.0
-
-    def seconds(self, size: float) -> float:
-        return self.fixed + self.each * size
-
-    def size_for(self, seconds: float) -> int:
-        """Return the size that takes `seconds`, but at least the size whose variable part takes as long as `fixed`."""
-        return int(max(seconds - self.fixed, self.fixed) / self.each)
-
-    def observe(self, size: float, seconds: float) -> None:
-        ratio = seconds / self.seconds(size)
-        if self._sums[0]:  # the first call has no expectation
-            seconds *= min(1.0, max(2.0, self._last_ratio) / ratio) if ratio > 2.0 else 1.0
-        self._last_ratio = ratio
-        new = (1.0, size, size * size, seconds, size * seconds, seconds * seconds)
-        w, n, nn, t, nt, tt = self._sums = [self.DECAY * a + b for a, b in zip(self._sums, new, strict=True)]
-        n, nn, t, nt, tt = n / w, nn / w, t / w, nt / w, tt / w
-        variance, each = nn - n * n, t / n
-        if variance > 1e-3 * n * n:
-            slope = (nt - n * t) / variance
-            noise = tt - t * t - slope * (nt - n * t)
-            if noise <= (self.CLEAR * each) ** 2 * variance * w:
-                each = slope
-        self.each = max(1e-9, 0.1 * t / n, min(each, t / n))  # a slope fitted to noise would mislead at other sizes
-        self.fixed = max(0.0, t - self.each * n)
 
 
 class Batch(NamedTuple):
@@ -117,8 +78,6 @@ class Batch(NamedTuple):
 class Engine:
     """Runs a model over as many sequences at once as the runner has slots.
 
-    max_running: the number of sequences that one client can run; by default, the runner's number of slots. The other
-        slots are for clients that run fewer sequences than their share (scheduler.py).
     max_waiting: the limit of the queue.
     is_fair: if False, all sequences count as one client's.
     step_seconds: the target time of a step. It bounds how long a prompt delays running streams, and how long a new
@@ -129,7 +88,6 @@ class Engine:
         self,
         runner: Runner,
         *,
-        max_running: int | None = None,
         max_waiting: int = 1024,
         is_fair: bool = True,
         step_seconds: float = 0.004,
@@ -138,22 +96,19 @@ class Engine:
         self.config = runner.config
         self.clock = clock
         self.step_seconds = step_seconds
-        max_running = runner.slots if max_running is None else max_running
-        self.scheduler = Scheduler(
-            max_running, max_waiting, runner.config, runner.piece, reserve=runner.slots - max_running, is_fair=is_fair
-        )
+        self.scheduler = Scheduler(runner.slots, max_waiting, runner.config, runner.piece, is_fair=is_fair)
         self.runner = runner
         self.stats = StepStats(clock)  # statistics of the last step
         self._decode_cost = Cost(each=step_seconds)  # cost of one step, by rows; the first call has one step
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
-        self._ended: list[Delta] = []  # deltas that the current step returns, or the next one
+        self._deltas: list[Delta] = []  # that the current step returns, or the next one
         self._submit_seconds = 0.0  # since the last step
         self._in_flight: list[Batch] = []  # calls that the last step launched, if the runner is asynchronous
         self._num_failures = 0  # failed calls in a row
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended) or len(self.scheduler) > 0 or bool(self._in_flight)
+        return bool(self._deltas) or len(self.scheduler) > 0 or bool(self._in_flight)
 
     @property
     def ids(self) -> list[int]:
@@ -164,7 +119,7 @@ class Engine:
         """Queue a sequence.
 
         Raises:
-            BusyError: the client can use no free slot, and the queue is full for it. Nothing was queued.
+            BusyError: no slot is free, and the queue is full for the client. Nothing was queued.
         """
         began = self.clock()
         sequence = Sequence(request, began, self.config.receptive_field)
@@ -178,10 +133,10 @@ class Engine:
         """End a sequence now. Do nothing if it has ended already."""
         sequence = self.scheduler.finish(id, reason)
         if sequence is not None:
-            self._ended.append(self._delta(sequence))
+            self._deltas.append(self._delta(sequence))
 
     def step(self) -> list[Delta]:
-        """Schedule, launch some decode steps in one call and then pieces of prompts, and finish calls.
+        """Expire, take, launch, finish: run some decode steps in one call, and pieces of prompts in another one.
 
         With an asynchronous runner, the engine launches this step's calls before it reads the outcomes of the last
         step's calls, so that the device need not wait for the host. Characters chosen after a stop are dropped.
@@ -190,36 +145,14 @@ class Engine:
             BrokenRunnerError: MAX_FAILURES calls in a row failed, or gave no finite logits.
         """
         stats = self.stats = StepStats(self.clock)
-        scheduler = self.scheduler
-        for id in scheduler.expired(stats.started_at):
-            self.abort(id, "timeout")
-        deltas, self._ended = self._ended, []
-        # The masks of guided rows depend on their last characters.
-        if scheduler.num_guided and not self.runner.follows_guides:
-            self._finish(self._in_flight, deltas)
-            self._in_flight = []
-        decoding = np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0))  # (B,)
-        only = behind(scheduler.queue.clients, self.step_seconds) or None
-        slots = self._of(decoding, only)
-        each = self._prefill_cost.each
-        plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)), only, each)
-        if only and not (len(slots) or plan.starts or plan.pieces):  # who can do nothing holds nobody up
-            slots = decoding
-            plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)), None, each)
-        self._start(plan)
-        self._charge([sequence for sequence, _ in plan.starts], stats.lap("schedule"))
-        launched: list[Batch] = []
-        if len(slots):
-            self._decode(slots, sum(len(piece.ids) for piece in plan.pieces), launched)
-        # A failed start or copy has ended its sequence.
-        if pieces := [piece for piece in plan.pieces if not piece.sequence.is_finished]:
-            self._prefill(pieces, launched)
+        self._expire()
+        slots, pieces = self._take()
+        launched = self._launch(slots, pieces)
         due, self._in_flight = (self._in_flight, launched) if self.runner.is_async else (launched, [])
-        self._finish(due, deltas)
-        deltas += self._ended
-        self._ended = []
+        self._finish(due)
+        deltas, self._deltas = self._deltas, []
         stats.lap("update")
-        settle(scheduler.queue.clients, self._submit_seconds + stats.seconds, self.step_seconds)
+        settle(self.scheduler.queue.clients, self._submit_seconds + stats.seconds, self.step_seconds)
         self._submit_seconds = 0.0
         return deltas
 
@@ -237,11 +170,44 @@ class Engine:
                 completions[delta.id] += delta.ids
         return list(completions.values())
 
-    def _of(self, slots: np.ndarray, clients: set[Client] | None) -> np.ndarray:
-        """Return those of the slots whose sequences are of these clients; None: all."""
-        if clients is None:
-            return slots
-        return np.array([slot for slot in slots.tolist() if self._client(self.scheduler.by_slot[slot]) in clients], int)
+    def _expire(self) -> None:
+        """End the sequences whose deadlines have passed."""
+        for id in self.scheduler.expired(self.stats.started_at):
+            self.abort(id, "timeout")
+
+    def _take(self) -> tuple[np.ndarray, list[Piece]]:
+        """Choose what runs in this step, and start sequences. Return the slots that decode (B,), and the pieces."""
+        # The masks of guided rows depend on their last characters.
+        if self.scheduler.num_guided and not self.runner.follows_guides:
+            self._finish(self._in_flight)
+            self._in_flight = []
+        only = behind(self.scheduler.queue.clients, self.step_seconds) or None
+        slots, plan = self._schedule(only)
+        if only and not (len(slots) or plan.starts or plan.pieces):  # who can do nothing holds nobody up
+            slots, plan = self._schedule(None)
+        self._start(plan)
+        self.stats.num_moved += plan.num_moved
+        self._charge([sequence for sequence, _ in plan.starts], self.stats.lap("schedule"))
+        return slots, [piece for piece in plan.pieces if not piece.sequence.is_finished]  # as after a failed start
+
+    def _schedule(self, only: set[Client] | None) -> tuple[np.ndarray, Plan]:
+        """Plan the work of some clients. None: of all."""
+        scheduler = self.scheduler
+        slots = np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0))  # (B,)
+        if only is not None:
+            slots = np.array([slot for slot in slots.tolist() if self._client(scheduler.by_slot[slot]) in only], int)
+        budget = self._prefill_budget(len(slots))
+        plan = scheduler.schedule(self.stats.started_at, budget, only, self._prefill_cost.each)
+        return slots[scheduler.is_decoding[slots]], plan  # without those that another client took
+
+    def _launch(self, slots: np.ndarray, pieces: list[Piece]) -> list[Batch]:
+        """Launch decode steps in `slots` (B,), and pieces of prompts."""
+        launched: list[Batch] = []
+        if len(slots):
+            self._decode(slots, sum(len(piece.ids) for piece in pieces), launched)
+        if pieces:
+            self._prefill(pieces, launched)
+        return launched
 
     def _client(self, sequence: Sequence | None) -> Client:
         assert sequence is not None
@@ -302,8 +268,9 @@ class Engine:
         for sequence, found in plan.starts:
             request, slot = sequence.request, sequence.slot
             assert slot is not None
+            prompt = [*request.seen, *request.prompt]
             with self._isolated([sequence]):
-                self.runner.start(slot, request.sampling, [*request.seen, *request.prompt], sequence.ends)
+                self.runner.start(slot, request.sampling, prompt, sequence.ends, sequence.written, sequence.position)
                 if found is not None:
                     self.runner.copy(found.source, slot, found.length)
                     self.scheduler.copied(slot, found.length)
@@ -339,8 +306,8 @@ class Engine:
             self.stats.num_prefill_tokens = sum(len(piece.ids) for piece in pieces)
             launched.append(Batch(sequences, wait, self.stats.lap("prefill"), pieces=pieces))
 
-    def _finish(self, batches: list[Batch], deltas: list[Delta]) -> None:
-        """Wait for calls, update their sequences, and append the deltas."""
+    def _finish(self, batches: list[Batch]) -> None:
+        """Wait for calls, and update their sequences."""
         for batch in batches:
             with self._isolated(batch.sequences):
                 outcome = batch.wait()
@@ -354,22 +321,26 @@ class Engine:
                     cost.observe(max(1, sum(sizes) / longest), seconds / longest)
                 self._charge_call(batch, sizes, cost, seconds)
                 self.stats.lap("prefill" if batch.pieces else "decode")
-                taken = self._update(batch, outcome, is_chosen, deltas)
-                self._charge(batch.sequences, self.stats.lap("update") - taken)
+                charged = self._update(batch, outcome, self._chosen(batch, outcome, is_chosen))
+                self._charge(batch.sequences, self.stats.lap("update") - charged)
 
-    def _update(self, batch: Batch, outcome: Outcome, is_chosen: np.ndarray, deltas: list[Delta]) -> float:
-        """Add the chosen ids of each row to its sequence; a row may have run fewer steps than were launched.
-
-        Return the seconds that were charged to single clients, such as those of a stop pattern.
-        """
-        taken = 0.0
+    def _chosen(self, batch: Batch, outcome: Outcome, is_chosen: np.ndarray) -> list[list[int]]:
+        """Return the chosen ids of each row, which may have run fewer steps than were launched."""
         rows: list[list[int]] = outcome.ids.tolist()
         for b in np.flatnonzero(~is_chosen.all(axis=1)).tolist():
             del rows[b][is_chosen[b].argmin() :]
-            if batch.steps and batch.sequences[b].finish_reason is None:
+            if batch.steps and not batch.sequences[b].is_finished:
                 unused = batch.steps[b] - len(rows[b])
                 self.scheduler.not_run(batch.sequences[b], unused)
                 self.stats.num_decode_tokens -= unused
+        return rows
+
+    def _update(self, batch: Batch, outcome: Outcome, rows: list[list[int]]) -> float:
+        """Add the chosen ids of each row to its sequence.
+
+        Return the seconds that were charged to single clients, such as those of a stop pattern.
+        """
+        charged = 0.0
         failed = set(np.flatnonzero((outcome.ids == FAILED).any(axis=1)).tolist())
         self._ran(well=len(failed) < len(rows))
         for b, (sequence, ids) in enumerate(zip(batch.sequences, rows, strict=True)):
@@ -378,18 +349,11 @@ class Engine:
                 self.stats.num_dropped_tokens += len(ids)
             elif batch.pieces or b in failed or not sequence.extend_simply(ids):
                 began = self.clock()
-                self._take(sequence, ids, report, batch.pieces[b] if batch.pieces else None, b in failed)
+                self._extend(sequence, ids, report, batch.pieces[b] if batch.pieces else None, b in failed)
                 seconds = self.clock() - began
                 self._charge([sequence], seconds)
-                taken += seconds
-                if sequence.is_finished:
-                    self.scheduler.remove(sequence)
-                if sequence.is_candidate and not sequence.is_finished:
-                    continue
-                delta = self._delta(sequence)
-                is_timed = delta.prefilled_at is not None  # the first character may be held back as part of a stop
-                if delta.ids or delta.prompt_logprobs is not None or is_timed or sequence.is_finished:
-                    deltas.append(delta)
+                charged += seconds
+                self._report(sequence)
             else:
                 delta = Delta(sequence.id, ids)
                 delta.logprobs = report
@@ -397,15 +361,26 @@ class Engine:
                     sequence.finish_reason = delta.finish_reason = "length"
                     delta.ended_at = self.clock()
                     self.scheduler.remove(sequence)
-                deltas.append(delta)
-        return taken
+                self._deltas.append(delta)
+        return charged
 
-    def _take(
+    def _report(self, sequence: Sequence) -> None:
+        """Add a delta with the news of a sequence, if there are any, and remove the sequence if it has ended."""
+        if sequence.is_finished:
+            self.scheduler.remove(sequence)
+        elif sequence.is_candidate:
+            return
+        delta = self._delta(sequence)
+        is_timed = delta.prefilled_at is not None  # the first character may be held back as part of a stop
+        if delta.ids or delta.prompt_logprobs is not None or is_timed or sequence.is_finished:
+            self._deltas.append(delta)
+
+    def _extend(
         self, sequence: Sequence, ids: list[int], report: Logprobs | None, piece: Piece | None, has_failed: bool
     ) -> None:
         """Extend a sequence by chosen ids and log-probabilities, after decode steps or after a piece of its prompt."""
         if piece is not None:
-            if piece.is_last:
+            if piece.is_last and sequence.prefilled_at is None:
                 sequence.prefilled_at = self.stats.ended_at
             if piece.targets is not None and report is not None:
                 scores = report.take(len(report) - piece.choose)

@@ -71,7 +71,10 @@ def _minimum(packed: bytes, constraint: bytes) -> MinimumLength:
 class Sequence:
     """The state of one submitted sequence. Times are on the engine's clock.
 
-    receptive_field: the model's. Prompt ids before it cannot influence a needed logit, and are skipped.
+    A sequence may lose its slot and go on in another one, as another worker's sequence goes on here. It then runs the
+    end of its text, as if it were a prompt.
+
+    receptive_field: the model's. Ids before it cannot influence a needed logit, and are skipped.
     """
 
     def __init__(self, request: Submit, arrived_at: float = 0.0, receptive_field: int = 2**31):
@@ -80,24 +83,14 @@ class Sequence:
         self.request = request
         self.id = request.id
         self.deadline = arrived_at + request.timeout_seconds
+        self.receptive_field = receptive_field
         self.ids = list(request.prompt)  # prompt, then completion
-        first_needed = len(request.prompt) if request.score_from is None else request.score_from
-        self.prefill_from = max(0, first_needed - receptive_field)
-        self.cut_prompt = np.array(request.prompt[self.prefill_from :], dtype=np.int32)
         self.report = None if request.logprobs is None else Report(request.logprobs, request.logprob_ids)
-        # For each id of the cut prompt, the id after it if its log-probability is to be reported, else NONE.
-        self.targets: np.ndarray | None = None
-        if request.score_from is not None:
-            self.targets = np.append(self.cut_prompt[1:], np.int32(NONE))
-            self.targets[: request.score_from - 1 - self.prefill_from] = NONE
-        # At most so many ids of the cut prompt may be copied from another slot, because the logits of the others are
-        # needed.
-        self.max_shared = first_needed - 1 - self.prefill_from
-        self.slot: int | None = None
-        self.num_prefilled = 0  # ids of the cut prompt that are in the cache
-        self.num_run = 0  # ids of the cut prompt that ran, and were not copied
+        self.num_run = 0  # ids of the prompt that ran, and were not copied; not those that ran again
+        self.order_of_arrival = 0  # set by the queue
         self.has_left_queue = False
-        self.num_emitted = 0  # completion ids emitted
+        self.was_moved = False  # has lost a slot to another client
+        self.num_emitted = len(request.written)  # completion ids emitted
         self.num_cut = 0  # ids at the end that belong to a stop and are not emitted
         self.refused: int | None = None  # the id that ended its pattern; it is not part of the completion
         self.finish_reason: FinishReason | None = None
@@ -107,7 +100,7 @@ class Sequence:
         self.unemitted_logprobs = Logprobs()
         self.unemitted_prompt_logprobs = Logprobs()
         self.guide: Guide | None = None
-        if request.constraint is not None:
+        if request.constraint is not None and not (request.constrains_first and request.written):
             minimum = None if request.minimum is None else _minimum(request.minimum, request.constraint)
             self.guide = Guide(
                 _automaton(request.constraint), request.max_tokens, minimum, request.may_leave, request.masks
@@ -120,6 +113,31 @@ class Sequence:
         # does.
         is_simple = (request.constraint is None or request.constrains_first) and request.stop_pattern is None
         self.notable = frozenset(stop[0] for stop in request.stop) if is_simple and request.masks else None
+        for id in request.written:
+            self.append(id)
+        assert not self.is_finished, "what was written before did not end it"
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Prepare to run in an empty slot what the next choice depends on.
+
+        Each id keeps its position, because the bits of its keys depend on it.
+        """
+        scores_from = None if self.num_completion_tokens else self.request.score_from
+        origin = max(0, (self.request.score_from or len(self.request.prompt)) - self.receptive_field)
+        first_needed = scores_from or len(self.ids)  # the first id whose logits are needed
+        self.slot: int | None = None
+        self.prefill_from = max(origin, first_needed - self.receptive_field)
+        self.position = self.prefill_from - origin  # of the first id that runs
+        self.to_run = np.array(self.ids[self.prefill_from :], dtype=np.int32)  # before the next choice
+        # For each of them, the id after it if its log-probability is to be reported, else NONE.
+        self.targets: np.ndarray | None = None
+        if scores_from is not None:
+            self.targets = np.append(self.to_run[1:], np.int32(NONE))
+            self.targets[: scores_from - 1 - self.prefill_from] = NONE
+        # At most so many of them may be copied from another slot, because the logits of the others are needed.
+        self.max_shared = 0 if self.position else first_needed - 1 - self.prefill_from
+        self.num_prefilled = 0  # of them, how many are in the cache
 
     @property
     def num_completion_tokens(self) -> int:
@@ -132,8 +150,8 @@ class Sequence:
 
     @property
     def is_extra(self) -> bool:
-        """True for a candidate after the first ones of its request, whose number depends on how many match."""
-        return self.is_candidate and self.request.must_run
+        """True if it was accepted before: a later candidate of a request, or a text of which a part is written."""
+        return self.was_moved or bool(self.request.written) or (self.is_candidate and self.request.must_run)
 
     @property
     def tried(self) -> Tried:
@@ -157,22 +175,27 @@ class Sequence:
         return [stop[0] for stop in self.request.stop if len(stop) == 1]
 
     @property
-    def num_prompt_left(self) -> int:
-        """The number of prompt ids that are not in the cache yet."""
-        return len(self.cut_prompt) - self.num_prefilled
+    def written(self) -> list[int]:
+        """The completion so far, with what is held back."""
+        return self.ids[len(self.request.prompt) :]
+
+    @property
+    def num_left_to_run(self) -> int:
+        """The number of ids that are not in the cache yet, and run before the next choice."""
+        return len(self.to_run) - self.num_prefilled
 
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
     def piece(self, length: int) -> Piece:
-        """Return the piece that runs the next `length` ids of the prompt."""
+        """Return the piece that runs the next `length` ids of `to_run`."""
         assert self.slot is not None
-        start, is_last = self.num_prefilled, length == self.num_prompt_left
+        start, is_last = self.num_prefilled, length == self.num_left_to_run
         chooses = is_last and self.request.max_tokens > 0
         return Piece(
             self.slot,
-            self.cut_prompt[start : start + length],
+            self.to_run[start : start + length],
             chooses,
             self.guide if chooses else None,
             self.report if chooses or self.targets is not None else None,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from litserve import LitAPI
 from litserve.loops.base import LitLoop
 
-from service.engine.scheduler import BusyError, reserved_slots
+from service.engine.scheduler import BusyError
 from service.observe.logs import configure_logging
 from service.process import become, spare_old_objects, trim_memory
 from service.shared import SharedState
@@ -49,7 +49,7 @@ class EngineAPI(LitAPI):
     state: SharedState
     backend: str
     dtype: str
-    slots: int  # the number of sequences that one client can run
+    slots: int  # cache slots
     # Set by `setup`:
     host: Host
     metrics: Metrics
@@ -100,8 +100,7 @@ class EngineAPI(LitAPI):
         from service.engine.selfcheck import check
 
         settings, checkpoint = self.settings, version.read(self.folder)
-        slots = self.slots + (reserved_slots(self.slots) if settings.fair_queueing else 0)
-        runner = open_runner(checkpoint, self.backend, self.dtype, slots, settings.threads, device)
+        runner = open_runner(checkpoint, self.backend, self.dtype, self.slots, settings.threads, device)
         check(runner, checkpoint)
         logger.info(
             "serving %s on %s: backend %s, dtype %s, slots %d, threads %d%s",
@@ -111,7 +110,7 @@ class EngineAPI(LitAPI):
         if runner.backend == "cuda":
             logger.info("a GPU pays with many sequences at once; a lone text is expected to be faster on a CPU")
         return Engine(
-            runner, max_running=self.slots, max_waiting=settings.max_queued_requests,
+            runner, max_waiting=settings.max_queued_requests,
             is_fair=settings.fair_queueing, step_seconds=settings.step_seconds,
         )  # fmt: skip
 
@@ -247,6 +246,8 @@ def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -
         metrics.prefix_cache_hit_tokens.inc(stats.num_copied_tokens)
     if stats.num_dropped_tokens:
         metrics.dropped_tokens.inc(stats.num_dropped_tokens)
+    if stats.num_moved:
+        metrics.num_preemptions.inc(stats.num_moved)
     # An earlier or later version of the same model has the same series.
     schedulers = [other.engine.scheduler for other in host.models.values() if other.metrics is metrics]
     running = sum(scheduler.num_running for scheduler in schedulers)

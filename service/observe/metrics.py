@@ -185,7 +185,7 @@ class ModelMetrics(_Series):
     num_requests_running: Annotated[Gauge, "Sequences running in a cache slot"]
     num_requests_waiting: Annotated[Gauge, "Sequences waiting in the queue"]
     cache_slots_in_use: Annotated[Gauge, "Cache slots in use"]
-    num_preemptions: Annotated[Counter, "Sequences preempted; always 0, as the engine never preempts"]
+    num_preemptions: Annotated[Counter, "Sequences that lost their slot to another client and go on later"]
     iteration_batch_size: Annotated[Histogram, "Sequences decoded per engine step", COUNTS]
     iteration_batch_utilization_ratio: Annotated[
         Histogram, "Sequences decoded per engine step divided by cache slots", RATIOS
@@ -249,7 +249,7 @@ class Metrics(_Series):
     http_max_connections: Annotated[Gauge, "Open HTTP connections allowed, without the reserve for probes"]
     held_bytes: Annotated[Gauge, "Memory that requests in progress may need, by estimate, in bytes"]
     max_held_bytes: Annotated[Gauge, "Memory that requests in progress may need at most, by estimate, in bytes"]
-    cache_slots: Annotated[Gauge, "Cache slots that one client can use; the reserve for other clients comes on top"]
+    cache_slots: Annotated[Gauge, "Cache slots"]
     engine_idle_seconds: Annotated[Counter, "Time without work in the engine, in seconds"]
 
     def __init__(self, service_name: str, registry: CollectorRegistry, process: str):

@@ -7,13 +7,12 @@ import numpy as np
 from service.constrain.regex import compile_regex
 from service.engine.engine import Engine
 from service.engine.runner import NONE, Outcome, Runner
-from service.engine.scheduler import reserved_slots
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from service.wire import Submit
 
 CHARACTERS = "ab\n"
-SLOTS = 64
+SLOTS = 72
 
 
 class Timed(Runner):
@@ -116,8 +115,8 @@ class Candidates(Texts):
 def speeds(*clients, seconds=0.6, engine=None):
     """Characters per second of each client, from a fifth of the time on."""
     if engine is None:
-        runner = Timed(SLOTS + reserved_slots(SLOTS))
-        engine = Engine(runner, max_running=SLOTS, clock=runner.clock, max_waiting=10**6)
+        runner = Timed(SLOTS)
+        engine = Engine(runner, clock=runner.clock, max_waiting=10**6)
     clock, ids, counts = engine.clock, itertools.count(), None
     began = clock()
     until, counts_from = began + seconds, began + seconds / 5

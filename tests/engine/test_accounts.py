@@ -13,7 +13,7 @@ from tests.engine.accounts import Candidates, Streams, Texts, speeds
 
 # Texts of that many characters, or candidates for exact answers to that pattern.
 KINDS = [1, 2, 4, 16, 100, "(aa|bb){15}", "[ab]*bbbbbb[ab]*\n"]
-NUMBERS = [1, 16, 60]  # of streams
+NUMBERS = [1, 16, 60, 100]  # of streams; 100 take all slots
 WEIGHTS = [(1, 1), (1, 10), (10, 1)]
 
 

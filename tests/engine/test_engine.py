@@ -15,6 +15,7 @@ from service.engine import native
 from service.engine.backends import open_runner, resolve
 from service.engine.engine import BrokenRunnerError, Cost, Engine
 from service.engine.runner import FAILED, Outcome
+from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence
 from service.model.params import SamplingParams
 from service.model.sampling import uniforms
@@ -241,7 +242,7 @@ def characters_by_client(engine, request, weights, numbers, until):
 @pytest.mark.parametrize("number", [12, 40])
 def test_clients_get_characters_by_weight(timed, weight, least, most, number):
     """Both with fewer sequences than there are slots, and with more. A call takes 1 ms a row beside a fixed 0.5 ms."""
-    engine, _ = timed(27, 0.02, lambda rows, steps: (0.0005 + 0.001 * rows) * steps, 0.0002, max_running=24)
+    engine, _ = timed(27, 0.02, lambda rows, steps: (0.0005 + 0.001 * rows) * steps, 0.0002)
     chance = random.Random(0)
 
     def request(id, client):
@@ -282,7 +283,7 @@ def test_the_time_of_a_stop_pattern_counts_in_its_clients_part(timed, monkeypatc
 def test_prompts_run_by_weight(timed, weight, least, most, lengths, numbers):
     """Whatever their lengths; of texts that are only scored, as nothing else runs then. With 2 at a time, client a is
     often gone and comes back: it gets its part at most."""
-    engine, _ = timed(27, 0.004, lambda rows, steps: 1.0, 0.0001, max_running=24)
+    engine, _ = timed(27, 0.004, lambda rows, steps: 1.0, 0.0001)
     chance, length_of = random.Random(0), dict(zip("ab", lengths, strict=True))
 
     def request(id, client):
@@ -742,16 +743,17 @@ def references(exact):
     return [uncached(exact, request_with_options(i)) for i in range(SEVERAL)]
 
 
-def test_every_option_equals_the_uncached_reference(make, references, clock):
-    """With a full batch, prompts in pieces, several steps per call and random arrivals."""
-    engine, r = make(5, clock=clock), random.Random(0)
-    sequences, ran = [request_with_options(i) for i in range(SEVERAL)], Ran(engine)
-    todo = sequences[:]
+def submit_and_run(engine, ran, requests):
+    """With random arrivals."""
+    r, todo = random.Random(0), requests[:]
     while todo or engine.has_work:
-        while todo and (len(todo) > SEVERAL - 20 or r.random() < 0.4):
+        while todo and (len(todo) > len(requests) - 20 or r.random() < 0.4):
             engine.submit(todo.pop())
         ran.run(1)
-    for s in sequences:
+
+
+def check(ran, requests, references):
+    for s in requests:
         ids, expected, of_prompt, reason = references[s.id]
         assert (ran.texts[s.id], ran.reasons[s.id]) == (ids, reason), s.id
         if s.logprobs is None:
@@ -766,6 +768,110 @@ def test_every_option_equals_the_uncached_reference(make, references, clock):
             places = range(s.score_from, len(s.prompt))
             assert ran.scores[s.id] == pytest.approx([float(of_prompt[i - 1, s.prompt[i]]) for i in places], abs=1e-9)
     assert set(ran.reasons.values()) == {"stop", "length"}
+
+
+def test_every_option_equals_the_uncached_reference(make, references, clock):
+    """With a full batch, prompts in pieces, several steps per call and random arrivals."""
+    engine, requests = make(5, clock=clock), [request_with_options(i) for i in range(SEVERAL)]
+    ran = Ran(engine)
+    submit_and_run(engine, ran, requests)
+    check(ran, requests, references)
+
+
+# -- sequences that go on in another slot, or in another engine --
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    """Sequences lose their slots after few characters; counts how often each does."""
+    counts, move = Counter(), Scheduler._move
+
+    def counted(self, sequence):
+        counts[sequence.id] += 1
+        move(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "_move", counted)
+    monkeypatch.setattr("service.engine.scheduler.MIN_WRITTEN", 1)
+    monkeypatch.setattr("service.engine.scheduler.RUN_AGAIN_PER_WRITTEN", 1000)
+    return counts
+
+
+def of_many_clients(requests):
+    for each in requests:
+        each.client = str(each.id % 11)
+    return requests
+
+
+def test_a_sequence_that_is_moved_gives_the_text_of_an_undisturbed_one(make, references, clock, moves):
+    engine, requests = make(5, clock=clock), of_many_clients([request_with_options(i) for i in range(SEVERAL)])
+    ran = Ran(engine)
+    submit_and_run(engine, ran, requests)
+    check(ran, requests, references)
+    assert len(engine.scheduler) == 0 and engine.scheduler.num_running == 0 == engine.scheduler.queue.num_extra
+    assert moves.total() > 100
+
+
+def continued(request, ran):
+    """What another worker is asked for when the one that ran a request is lost."""
+    rest = request_with_options(request.id)
+    rest.written, rest.must_run = tuple(ran.texts[request.id]), True
+    if not rest.written:
+        ran.scores.pop(request.id, None)
+    return rest
+
+
+def test_a_sequence_goes_on_in_another_engine_from_what_has_arrived(make, references, clock):
+    requests = [request_with_options(i) for i in range(SEVERAL)]
+    left, ran = requests, None
+    for steps in (3, 5, 8, 13, 21, 34, 5000):
+        engine = make(5, clock=clock)
+        if ran is None:
+            ran = Ran(engine)
+        ran.engine = engine
+        for each in left:
+            engine.submit(each)
+        ran.run(steps)
+        left = [continued(request, ran) for request in left if request.id not in ran.reasons]
+    check(ran, requests, references)
+
+
+@pytest.mark.skipif(ON_CPU[0] != "native", reason="the native engine is not built")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_text_that_was_moved_ten_times_is_the_same_to_the_bit(dtype, moves):
+    """Far beyond the window, with log-probabilities of its own and of its prompt."""
+    model = random_model(torch.float32, block_size=16, n_layer=3)
+    requests = [request_with_options(i) for i in range(SEVERAL)]
+    for id in range(SEVERAL, SEVERAL + 8):
+        params = SamplingParams(seed=id, repetition_penalty=1.1, frequency_penalty=0.1)
+        requests.append(Submit(id, [id % 60] * 70, 400, params, logprobs=2, score_from=3))
+    found = []
+    for slots in (len(requests), 4):
+        engine = Engine(open_runner(model, "native", dtype, slots), clock=itertools.count().__next__)
+        ran = Ran(engine)
+        submit_and_run(engine, ran, of_many_clients(requests))
+        found.append((ran.texts, ran.logprobs, ran.scores, ran.reasons))
+    assert found[0] == found[1]
+    assert sum(count >= 10 for count in moves.values()) >= 3
+    assert len(ran.reasons) == len(requests)
+
+
+@on_any
+def test_a_third_client_starts_at_once_beside_two_that_take_all_slots(make):
+    """Their texts are of 16,000 characters, and each of them is one request."""
+    engine, ran = make(12, clock=itertools.count().__next__), None
+    for id in range(24):
+        client = "large" if id < 20 else "small"
+        engine.submit(Submit(id, [id], 16_000, SamplingParams(seed=id), client=client))
+    ran = Ran(engine)
+    ran.run(400)
+    engine.submit(Submit(100, [1], 3, SamplingParams(seed=100), client="third"))
+    ran.run(40)
+    assert ran.reasons == {100: "length"}
+    for id in range(200, 210):
+        engine.submit(Submit(id, [1], 30, SamplingParams(seed=id), client=str(id)))
+    ran.run(2000)
+    assert len(ran.reasons) == 11
+    assert all(ran.texts[id] for id in range(24) if id < 8 or id >= 20)
 
 
 def test_scores_of_long_texts_equal_streamed_loss(make, exact):

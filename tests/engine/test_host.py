@@ -31,7 +31,7 @@ def host(tmp_path, monkeypatch):
     catalog.publish(state)
 
     def open_engine(version):
-        return Engine(open_runner(version.read(catalog.folder), "torch", "float32", SLOTS + 1), max_running=SLOTS)
+        return Engine(open_runner(version.read(catalog.folder), "torch", "float32", SLOTS))
 
     metrics = Metrics("chargpt", CollectorRegistry(), "worker-0")
     return Host(catalog.folder, state, "worker-0", metrics, open_engine, max_running=SLOTS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from service.constrain.regex import compile_regex
 from service.engine.accounts import behind, settle
 from service.engine.fair_queue import FairQueue
-from service.engine.scheduler import BusyError, Scheduler, reserved_slots
+from service.engine.scheduler import BusyError, Scheduler
 from service.engine.sequence import Sequence, StopMatcher
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
@@ -74,7 +74,7 @@ def run(scheduler, plan, apply=lambda piece: None):
     for piece in plan.pieces:
         apply(piece)
         scheduler.prefilled(piece)
-        if not piece.sequence.num_prompt_left and not piece.sequence.is_finished:
+        if not piece.sequence.num_left_to_run and not piece.sequence.is_finished:
             if piece.sequence.request.max_tokens:
                 piece.sequence.append(0)
             else:
@@ -84,17 +84,17 @@ def run(scheduler, plan, apply=lambda piece: None):
 @given(st.integers(0, 10_000))
 @settings(max_examples=80)
 def test_sequences_keep_their_slots_under_random_events(seed):
-    """Arrivals, prompts in pieces, copies, completions and aborts in any order; `cache` is what a runner's would be.
+    """Arrivals, prompts in pieces, copies, completions, moves and aborts in any order.
 
     Prompts are of two characters, so many share a beginning; some clients weigh more, and copies stay in a group.
+    `cache` has the ids that a runner would hold.
     """
     r = random.Random(seed)
     length = r.choice([1, 1, 3])  # of pieces, but for a prompt's last
-    max_running, reserve = r.randint(1, 6), r.randint(0, 2)
-    scheduler = Scheduler(max_running, 20, CONFIG, length, reserve=reserve, is_fair=r.random() < 0.8)
+    scheduler = Scheduler(r.randint(1, 8), 20, CONFIG, length, is_fair=r.random() < 0.8)
     cache = [[] for _ in range(scheduler.slots)]  # the ids whose keys each slot has seen
     groups = [""] * scheduler.slots
-    ended, added, copied = [], 0, 0
+    ended, added, copied, moved = [], 0, 0, 0
 
     def copy(target, found):
         nonlocal copied
@@ -105,7 +105,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
         copied += 1
 
     def append(piece):
-        text, done = piece.sequence.cut_prompt.tolist(), len(cache[piece.sequence.slot])
+        text, done = piece.sequence.to_run.tolist(), len(cache[piece.sequence.slot])
         assert cache[piece.sequence.slot] == text[:done], "keys of another text"
         assert done % length == 0 and (piece.is_last or len(piece.ids) % length == 0)
         cache[piece.sequence.slot] += text[done : done + len(piece.ids)]
@@ -125,9 +125,15 @@ def test_sequences_keep_their_slots_under_random_events(seed):
                 assert scheduler.finish(s.id, r.choice(["abort", "error"])) is s
                 assert scheduler.finish(s.id, "timeout") is None  # it has ended
                 ended.append(s.id)
-        decoding = np.flatnonzero(scheduler.is_decoding)
+        for s in filter(None, list(scheduler.by_slot)):
+            if r.random() < 0.05 and (scheduler.is_decoding[s.slot] or not s.num_prefilled):
+                scheduler._move(s)
+                scheduler.queue.put_back(s)
+                moved += 1
         budget = r.randint(1, 30)
+        decoding = scheduler.is_decoding.copy()
         plan = scheduler.schedule(float(step), budget)
+        decoding = np.flatnonzero(decoding & scheduler.is_decoding)
         assert sum(len(piece.ids) for piece in plan.pieces) <= max(budget, length)
         for s, it in plan.starts:
             cache[s.slot], groups[s.slot] = [], s.request.reuse_group
@@ -135,7 +141,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
                 copy(s.slot, it)
         assert [s.slot for s in scheduler.by_slot if s] == [i for i, s in enumerate(scheduler.by_slot) if s]
         held_up = scheduler.prefilling + scheduler.copying
-        assert held_up == [] or any(plan), "nobody waits for a sequence that does not run"
+        assert held_up == [] or plan.starts or plan.pieces, "nobody waits for a sequence that does not run"
         steps = np.minimum(r.randint(1, 3), scheduler.num_left[decoding])
         scheduler.decoded(decoding, steps)
         touched = [scheduler.by_slot[slot] for slot in decoding]
@@ -152,7 +158,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
             assert len(cache[slot]) == scheduler.contents.num_held[slot] or s is None
     assert len(ended) == len(set(ended))
     assert set(ended) | {s.id for s in scheduler} == set(range(added))
-    event(f"copies: {copied > 0}")
+    event(f"copies: {copied > 0}, moves: {moved > 0}")
     for s in list(scheduler):
         scheduler.finish(s.id, "abort")
     assert (scheduler.num_waiting, scheduler.num_running, len(scheduler.queue._clients)) == (0, 0, 0)
@@ -251,8 +257,8 @@ def test_ended_sequences_are_removed_from_the_queue_and_from_the_deadlines():
 # -- fairness between clients --
 
 
-def fair(max_running=8, max_waiting=1000, **options):
-    return Scheduler(max_running, max_waiting, CONFIG, reserve=reserved_slots(max_running), **options)
+def fair(slots=8, max_waiting=1000, **options):
+    return Scheduler(slots, max_waiting, CONFIG, **options)
 
 
 def fill(scheduler, count, client="flood", first=0, **options):
@@ -267,46 +273,50 @@ def started(scheduler, budget=10_000):
     return [s.id for s, _ in plan.starts]
 
 
+def write(scheduler, count=100):
+    """Each decoding sequence writes so many characters."""
+    slots = np.flatnonzero(scheduler.is_decoding)
+    scheduler.decoded(slots, np.full(len(slots), count))
+    for slot in slots:
+        scheduler.by_slot[slot].extend([0] * count)
+
+
+def running(scheduler):
+    """The number of running sequences of each client."""
+    return Counter(s.request.client for s in scheduler.by_slot if s)
+
+
+def behind_are(scheduler, *names):
+    """The clients, to be passed as those that are behind."""
+    return {client for client in scheduler.queue.clients if client.name in names}
+
+
 def refuses(scheduler, client):
     with pytest.raises(BusyError, match=f"queue full .limit {scheduler.max_waiting}"):
         scheduler.add(sequence(10_000, client=client))
     return True
 
 
-@given(st.integers(0, 10_000), st.lists(st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0]), min_size=2, max_size=5))
+@given(st.integers(0, 10_000), st.integers(2, 5))
 @settings(max_examples=50)
-def test_a_place_goes_to_the_client_that_runs_the_fewest_for_its_weight(seed, weights):
-    """Whatever ends when."""
+def test_a_place_goes_to_the_client_that_runs_the_fewest(seed, clients):
+    """Whatever ends when, and whatever it weighs."""
     r = random.Random(seed)
     queue, ids, running = FairQueue(max_running=60), itertools.count(), []
-    for i, weight in enumerate(weights):
+    for client in range(clients):
         for _ in range(400):
-            priority = r.randint(-1000, 1000)
-            queue.add(sequence(next(ids), client=str(i), weight=weight, priority=priority))
+            options = {"weight": 1.0 + client, "priority": r.randint(-1000, 1000)}
+            queue.add(sequence(next(ids), client=str(client), **options))
     for step in range(300):
         if step > 60:
             ended = running.pop(r.randrange(len(running)))
             ended.finish_reason = "stop"
             queue.remove(ended)
         counts = Counter(int(s.request.client) for s in running)
-        queue.begin()
+        queue.begin({client for client in queue.clients if client.name != "0"} if step % 2 else None)
         running.append(queue.pop())
         started = int(running[-1].request.client)
-        by_weight = [counts[i] / weight for i, weight in enumerate(weights)]
-        assert by_weight[started] == min(by_weight)
-
-
-def test_in_a_step_the_clients_that_wait_take_turns():
-    """Also one that runs many: it pays for their time, and not with places."""
-    queue, ids = FairQueue(max_running=100), itertools.count()
-    for client, count in ("many", 20), ("few", 20):
-        for _ in range(count):
-            queue.add(sequence(next(ids), client=client))
-    queue.begin({client for client in queue.clients if client.name == "many"})
-    for _ in range(10):
-        assert queue.pop().request.client == "many"
-    queue.begin()
-    assert [queue.pop().request.client for _ in range(6)] == ["few", "many"] * 3
+        assert counts[started] == min(counts[client] for client in range(step % 2, clients))
 
 
 @given(st.integers(0, 10_000))
@@ -331,43 +341,106 @@ def test_no_client_waits_for_ever(seed):
         assert since < 100
 
 
-def test_a_newcomer_starts_at_once_beside_a_flood():
+def test_a_newcomer_takes_a_slot_of_a_flood():
+    """Of its newest sequence, whatever the priority of the newcomer's; it goes on before those that came later."""
     scheduler = fair(64)
     fill(scheduler, 900, priority=-1000)
-    assert started(scheduler) == [*range(64)] and started(scheduler) == []  # all but the reserve
-    for id in range(1000, 1010):  # more newcomers than the reserve has slots
-        scheduler.add(sequence(id, client=f"new {id}", priority=1000))
-    assert started(scheduler) == [*range(1000, 1008)]
-    scheduler.finish(0, "abort")
-    assert started(scheduler) == [1008]  # whatever the priority of the flood's next
-    scheduler.finish(1, "abort")
-    scheduler.finish(1008, "abort")
-    assert started(scheduler) == [1009]
-    assert scheduler.num_running == 71  # the reserve has a slot left for the next newcomer
+    assert started(scheduler) == [*range(64)]
+    write(scheduler)
+    fill(scheduler, 1, client="new", first=1000, priority=1000)
+    assert started(scheduler) == [1000] and started(scheduler) == []
+    assert running(scheduler) == {"flood": 63, "new": 1} and scheduler.num_waiting == 837
+    scheduler.finish(1000, "abort")
+    assert started(scheduler) == [63]
 
 
-def test_a_second_client_grows_to_its_share():
+def test_a_sequence_keeps_its_slot_until_it_has_written_enough():
+    config = GPTConfig(vocab_size=300, block_size=128, n_layer=4)
+    scheduler = Scheduler(8, 100, config)
+    for id in range(8):
+        scheduler.add(Sequence(Submit(id, [id] * 600, 1000, SamplingParams(), client="a"), 0.0, config.receptive_field))
+    assert started(scheduler) == [*range(8)]
+    fill(scheduler, 1, client="b", first=10)
+    for _ in range(6):  # of 509 characters that run again, an eighth
+        assert started(scheduler) == []
+        write(scheduler, 12)
+    assert started(scheduler) == [10]
+    fill(scheduler, 1, client="c", first=11)
+    scheduler.finish(6, "abort")
+    assert started(scheduler) == [11]
+    write(scheduler)
+    scheduler.finish(5, "abort")
+    assert started(scheduler) == [7]
+    fill(scheduler, 1, client="d", first=12)
+    scheduler.finish(7, "abort")
+    assert running(scheduler) == {"a": 5, "b": 1, "c": 1}
+
+
+def test_what_has_not_run_yet_gives_its_slot_at_once():
+    scheduler = fair(8)
+    fill(scheduler, 8, prompt=100, score_from=1, logprobs=0)
+    assert started(scheduler, 64) == [*range(8)]
+    assert [s.id for s in scheduler.by_slot if s.num_prefilled] == [0]
+    fill(scheduler, 3, client="new", first=10)
+    assert started(scheduler, 64) == [10]  # an eighth of the slots
+    assert [s.id for s in scheduler.by_slot] == [*range(7), 10]
+
+
+def test_a_client_takes_few_slots_for_short_texts_and_its_part_for_long_ones():
+    scheduler = fair(64)
+    fill(scheduler, 200)
+    started(scheduler)
+    write(scheduler)
+    fill(scheduler, 200, client="second", first=1000)
+    for _ in range(20):
+        started(scheduler)
+    assert running(scheduler) == {"flood": 56, "second": 8}
+    for _ in range(25):
+        write(scheduler, 32)
+        run(scheduler, scheduler.schedule(0.0, 10_000, behind_are(scheduler, "second")))
+    assert running(scheduler) == {"flood": 32, "second": 32}
+
+
+def test_a_client_that_is_behind_loses_nothing():
+    scheduler = fair(8)
+    fill(scheduler, 20)
+    started(scheduler)
+    write(scheduler)
+    fill(scheduler, 1, client="new", first=100)
+    plan = scheduler.schedule(0.0, 10_000, behind_are(scheduler, "flood", "new"))
+    assert not plan.starts
+    plan = scheduler.schedule(0.0, 10_000, behind_are(scheduler, "new"))
+    assert [s.id for s, _ in plan.starts] == [100]
+
+
+def test_more_clients_than_slots_take_turns():
+    """Each runs one long text, and one that is behind takes a slot of the one that is furthest ahead."""
+    scheduler = fair(4)
+    for client in range(7):
+        fill(scheduler, 1, client=str(client), first=client)
+    turns = Counter()
+    for _ in range(70):
+        only = behind(scheduler.queue.clients, 0.1) or None
+        run(scheduler, scheduler.schedule(0.0, 10_000, only))
+        write(scheduler, 12)
+        turns += running(scheduler)
+        for client in running(scheduler):
+            scheduler.queue._clients[client].used = 0.25
+        settle(scheduler.queue.clients, 1.0, 0.1)
+    assert len(turns) == 7 and max(turns.values()) < 2 * min(turns.values())
+
+
+def test_a_second_client_grows_to_its_part():
     scheduler = fair(16)
     fill(scheduler, 200, client="first")
     fill(scheduler, 200, client="second", first=1000)
     fill(scheduler, 200, client="heavy", first=2000, weight=2.0)
-    running = started(scheduler)
+    ids = started(scheduler)
     r = random.Random(0)
     for _ in range(100):
-        scheduler.finish(running.pop(r.randrange(len(running))), "abort")
-        running += started(scheduler)
-    first, second, heavy = (sum(id // 1000 == k for id in running) for k in range(3))
-    assert abs(first - second) <= 2 and abs(heavy - first - second) <= 2
-    assert first + second + heavy >= 16
-
-
-def test_clients_that_run_their_share_leave_the_reserve_to_others():
-    scheduler = fair(16)
-    fill(scheduler, 200, client="first")
-    fill(scheduler, 200, client="second", first=1000)
-    assert len(started(scheduler)) == 16 and started(scheduler) == []
-    fill(scheduler, 1, client="third", first=2000)
-    assert started(scheduler) == [2000]
+        scheduler.finish(ids.pop(r.randrange(len(ids))), "abort")
+        ids += started(scheduler)
+    assert sorted(running(scheduler).values()) == [5, 5, 6]
 
 
 def test_without_fair_queueing_all_clients_share_one_queue():
@@ -384,16 +457,13 @@ def test_without_fair_queueing_all_clients_share_one_queue():
 def test_newcomers_start_before_what_waits_of_a_flood():
     scheduler = fair(4)
     fill(scheduler, 100)
-    for id in started(scheduler):
-        scheduler.finish(id, "abort")
-    started(scheduler)
+    assert started(scheduler) == [0, 1, 2, 3]
     fill(scheduler, 3, client="new", first=1000)
-    assert started(scheduler) == [1000]  # the reserve
-    running, order = [4, 5, 6, 7], []
-    while len(order) < 2:
-        scheduler.finish(running.pop(), "abort")
+    order = []
+    for id in range(4):
+        scheduler.finish(id, "abort")
         order += started(scheduler)
-    assert 1001 in order
+    assert order == [1000, 1001, 4, 5]
 
 
 def test_the_queue_keeps_places_for_clients_that_use_few():
@@ -401,9 +471,7 @@ def test_the_queue_keeps_places_for_clients_that_use_few():
     fill(scheduler, 12)
     assert refuses(scheduler, "flood")
     started(scheduler)
-    fill(scheduler, 1, client="new", first=20)
-    assert started(scheduler) == [20]  # the reserved slot
-    fill(scheduler, 2, client="new", first=21)
+    fill(scheduler, 2, client="new", first=20)
     assert refuses(scheduler, "new") and refuses(scheduler, "other")
     assert scheduler.num_waiting == 10 + 10 // 4
 
@@ -438,37 +506,38 @@ def test_places_in_the_queue_are_shared_by_weight():
     assert not queue.is_below_part(of("heavy").request, 8)
 
 
-def test_without_a_queue_a_newcomer_takes_a_reserved_slot():
+def test_without_a_queue_a_newcomer_takes_a_slot():
     scheduler = fair(2, max_waiting=0)
     fill(scheduler, 2)
     assert refuses(scheduler, "flood") and started(scheduler) == [0, 1]
+    write(scheduler)
     fill(scheduler, 1, client="new", first=10)
-    assert refuses(scheduler, "other")
+    assert refuses(scheduler, "other") and refuses(scheduler, "new")
     assert started(scheduler) == [10]
+    assert refuses(scheduler, "flood")  # what was moved takes no place of others, and gives none
 
 
 def test_the_expected_wait_counts_who_comes_before():
     scheduler = fair(4)
     request = sequence(0, client="new").request
     assert scheduler.expected_wait(request, None) == scheduler.expected_wait(request, 2.0) == 0.0
-    assert Scheduler(1, 10, CONFIG).expected_wait(request, 2.0) == 0.0  # a free slot, none reserved
     fill(scheduler, 24, first=1)
     started(scheduler)
     flood = sequence(0, client="flood").request
     assert scheduler.expected_wait(flood, None) == 0.0
     assert scheduler.expected_wait(flood, 2.0) == 10.5  # 20 wait
-    assert scheduler.expected_wait(request, 2.0) == 0.0  # a reserved slot
+    assert scheduler.expected_wait(request, 2.0) == 0.0  # it takes a slot
     fill(scheduler, 3, client="new", first=100)
-    started(scheduler)
-    assert scheduler.expected_wait(request, 2.0) == 3.0  # 2 of its own and 3 of the flood
-    assert scheduler.expected_wait(sequence(0, client="third").request, 2.0) == 1.5
-    heavy = sequence(0, client="heavy", weight=4.0).request
-    assert scheduler.expected_wait(heavy, 2.0) == 0.5
+    assert scheduler.expected_wait(request, 2.0) == 4.0  # 3 of its own, and 4 of the flood
+    assert scheduler.expected_wait(sequence(0, client="third").request, 2.0) == 0.0
+    for client in range(3):
+        fill(scheduler, 1, client=str(client), first=200 + client)
+    assert scheduler.expected_wait(sequence(0, client="last").request, 2.0) == 3.0  # one of each of five, and itself
 
 
 def num_calls(number):
     """Calls of functions in which `number` sequences of half as many clients come and end."""
-    scheduler, calls, r = Scheduler(64, 20_000, CONFIG, reserve=8), 0, random.Random(0)
+    scheduler, calls, r = Scheduler(72, 20_000, CONFIG), 0, random.Random(0)
 
     def count(*_):
         nonlocal calls
@@ -537,7 +606,7 @@ def test_a_long_prompt_runs_beside_ever_new_short_ones(max_tokens):
     steps = 0
     while not (long.is_finished or scheduler.is_decoding[long.slot or 0]):
         for s in list(scheduler):
-            if s is not long and s.num_prompt_left == 0:
+            if s is not long and s.num_left_to_run == 0:
                 scheduler.finish(s.id, "abort")
         for _ in range(8 - len(scheduler)):
             scheduler.add(sequence(next(ids), prompt=9, client=f"short {next(ids)}"))

@@ -306,48 +306,55 @@ async def test_a_prompt_travels_without_what_no_logit_depends_on(peer):
     generation.abort()
 
 
-async def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_reason(peer):
-    """Its text comes again, in other frames; a client may have been sent the first part of it."""
+async def test_a_sequence_that_lost_its_worker_goes_on_from_what_has_arrived(peer):
+    """Another worker is asked for the rest only; before the first character, for all of it."""
     begun = {"scheduled_at": 1.0, "prefilled_at": 2.0}
-    same, other, tired = (
+    options = {"logprobs": 0, "score_from": 1, "reuse_group": "key salt"}
+    streams = [
         peer.client.start(
-            peer.model, [submit([seed], logprobs=0, reuse_group="key salt")], time.monotonic(), interval=0.0
+            peer.model, [submit([0, seed], **options)], time.monotonic(), echo=["a" + "ab"[seed]], interval=0.0
         )
-        for seed in (0, 1, 1)
-    )
-    await peer.until(lambda: len(peer.received) == 3)
-    texts = [[], []]
+        for seed in (0, 1)
+    ]
+    await peer.until(lambda: len(peer.received) == 2)
+    found = [[], []]
 
     async def read(generation, parts):
         async for pieces in generation.stream():
-            parts.extend((it.text, it.logprobs.rows() if it.logprobs else ()) for it in pieces)
+            parts.extend(pieces)
 
-    tasks = [asyncio.create_task(read(*it)) for it in zip((same, other), texts, strict=True)]
-    ids = [it.id for it in peer.received[:2]]
+    tasks = [asyncio.create_task(read(*it)) for it in zip(streams, found, strict=True)]
+    first, second = (it.id for it in peer.received)
     columns = logprobs_of([-0.5, -0.25, -0.125])
-    peer.send(*(Delta(id, [0, 1, 1], **begun, logprobs=columns) for id in ids))
-    await peer.until(lambda: all(texts))
+    peer.send(Delta(first, [0, 1, 1], **begun, logprobs=columns, prompt_logprobs=logprobs_of([-1.0])))
+    peer.send(Delta(second, [], **begun, prompt_logprobs=logprobs_of([-2.0])))  # its first character is held back
+    await peer.until(lambda: found[0])
     peer.received.clear()
     await peer.lose_worker()
-    await peer.until(lambda: len(peer.received) == 3)
-    assert [it.id for it in peer.received[:2]] == ids
+    await peer.until(lambda: len(peer.received) == 2)
+    assert [(it.id, it.written, it.must_run, it.score_from) for it in peer.received] == [
+        (first, (0, 1, 1), True, 1), (second, (), True, 1),
+    ]  # fmt: skip
     assert {it.reuse_group for it in peer.received} == {"key salt"}
-    peer.send(Delta(ids[0], [0, 1], **begun, logprobs=logprobs_of([-0.5, -0.25])))
-    peer.send(Delta(ids[0], [1, 0], "length", ended_at=3.0, logprobs=logprobs_of([-0.125, -9.0])))
-    peer.send(Delta(ids[1], [1, 1, 1], **begun))
-    await tasks[0]
-    assert "".join(text for text, _ in texts[0]) == "abba"
-    assert [value for _, rows in texts[0] for value, _ in rows] == [-0.5, -0.25, -0.125, -9.0]
-    with pytest.raises(ApiError, match="did not repeat the text") as diverged:
-        await asyncio.wait_for(tasks[1], PATIENCE)
-    assert diverged.value.status == 500
-    for _ in range(MAX_RUNS - 1):
+    peer.send(Delta(first, [0], "length", ended_at=3.0, **begun, logprobs=logprobs_of([-9.0])))
+    again = logprobs_of([-2.0])
+    peer.send(Delta(second, [1], "length", ended_at=3.0, **begun, logprobs=logprobs_of([-8.0]), prompt_logprobs=again))
+    await asyncio.gather(*tasks)
+    assert ["".join(it.text for it in parts) for parts in found] == ["aa" + "abba", "ab" + "b"]
+    values = [[value for it in parts for value, _ in it.logprobs.rows()] for parts in found]
+    assert values == [[-1.0, -0.5, -0.25, -0.125, -9.0], [-2.0, -8.0]]
+    assert peer.counts() == {"submitted": 2, "begun": 2, "length": 2}
+
+
+async def test_a_sequence_that_lost_two_workers_ends_with_the_reason(peer):
+    generation = peer.client.start(peer.model, [submit([0])], time.monotonic())
+    await peer.until(lambda: peer.received)
+    for _ in range(MAX_RUNS):
         await peer.lose_worker()
     with pytest.raises(ApiError, match="2 in a row") as lost:
-        await tired.whole()
+        await generation.whole()
     assert (lost.value.status, lost.value.headers["Retry-After"]) == (503, "1")
-    ended = {reason: peer.state.num_sequences(0, reason) for reason in REASONS}
-    assert ended == {"stop": 0, "length": 1, "abort": 0, "timeout": 0, "error": 2}
+    assert peer.counts() == {"submitted": 1, "begun": 1, "error": 1}
 
 
 async def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused(peer, monkeypatch):

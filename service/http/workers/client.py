@@ -249,8 +249,8 @@ class EngineClient:
             self.state.assign(self.consumer_id, sequence.worker, -1)
             sequence.worker = HOMELESS
 
-    def _run_again(self, generation: Generation, sequence: SequenceState) -> None:
-        """Run a sequence that lost its worker again, at most MAX_RUNS times."""
+    def _go_on(self, generation: Generation, sequence: SequenceState) -> None:
+        """Let another worker go on with a sequence that lost its worker, if it has not run MAX_RUNS times."""
         id = sequence.submit.id
         if id not in self._running or sequence.worker != HOMELESS:  # it has ended, or has a worker
             return
@@ -262,16 +262,8 @@ class EngineClient:
             sequence.error = ApiError(503, message, code="worker_lost", retry_after_seconds=1)
             self._received_delta(Delta(id, [], "error"), time.monotonic())
             return
-        sequence.submit.must_run = True
-        sequence.begin_again()
+        sequence.go_on()
         self._send(generation, [sequence])
-
-    def _diverged(self, sequence: SequenceState) -> None:
-        """End a sequence whose new text differs from the text that was already sent."""
-        message = "the inference process ended, and its replacement did not repeat the text"
-        sequence.error = ApiError(500, message, code="worker_lost")
-        self._sockets.send(Abort(sequence.submit.id), sequence.worker)
-        self._received_delta(Delta(sequence.submit.id, [], "error"), time.monotonic())
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
         """End all sequences of a generation, submitted or not.
@@ -329,16 +321,16 @@ class EngineClient:
                         self._full[sequence.submit.client] = Full(message, now + REFUSING_SECONDS)
                 case WorkerFound():
                     for generation, sequence in list(self._running.values()):
-                        self._run_again(generation, sequence)
+                        self._go_on(generation, sequence)
                 case WorkerLost():
                     lost = [entry for entry in self._running.values() if entry[1].worker == worker]
                     self._lost_at = now
                     for generation, sequence in lost:
                         self._leave(sequence)
-                        self._run_again(generation, sequence)
+                        self._go_on(generation, sequence)
                     if lost:
                         what = plural(len(lost), "sequence")
-                        logger.error("lost worker %d; running %s of it again", worker, what)
+                        logger.error("lost worker %d; %s of it will go on in another one", worker, what)
             self._refill()
         finally:
             self._is_receiving = False
@@ -360,13 +352,7 @@ class EngineClient:
             if running is None:  # aborted here, with frames in flight
                 continue
             generation, sequence = running
-            if sequence.replay_left:
-                skipped = sequence.skip_text(text[start:end])
-                if sequence.has_diverged:
-                    self._diverged(sequence)
-                start, count = start + skipped, count - skipped
-                if not count or sequence.finish_reason is not None:
-                    continue
+            sequence.ids += step.ids[4 * start : 4 * end]
             if not generation.streams_text:
                 generation.add(sequence, text[start:end], now)
                 continue
@@ -430,10 +416,6 @@ class EngineClient:
         if running is None:  # aborted here, with frames in flight
             return
         generation, sequence = running
-        if delta.finish_reason in ("stop", "length") and sequence.replay_left:
-            self._diverged(sequence)
-            return
-        sequence.skip_rest(delta)
         if delta.finish_reason is not None:
             self._end(delta.id)
             if self._full and (full := self._full.get(sequence.submit.client)) is not None:

@@ -68,7 +68,7 @@ class ExactGeneration(Generation):
 
     def add(self, sequence: SequenceState, text: str, now: float) -> None:
         """Take in the text of a candidate."""
-        sequence.count(text)
+        sequence.num_completion_tokens += len(text)
         sequence.new_texts.append(text)
 
     def receive(self, sequence: SequenceState, delta: Delta, now: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
+from array import array
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
@@ -28,13 +28,13 @@ FAILURES = frozenset({"abort", "timeout", "error"})
 class SequenceState:
     """One sequence of a request. Times are by time.monotonic(), durations in seconds.
 
-    If its worker is lost it runs again from its beginning: the same seed gives the same text. What has arrived is then
-    dropped, after it was compared by checksum: parts of it may be on their way to the client.
+    If its worker is lost, another one goes on from what has arrived, because a draw depends on seed and position alone.
     """
 
     def __init__(self, number: int, submit: Submit, echo: str):
         self.number, self.submit = number, submit
         self.echo = echo  # emitted before the first character
+        self.ids = bytearray()  # that have arrived, 32 bits each
         self.new_texts: list[str] = []  # arrived and not taken yet
 
     # Class attributes until they change, because most never do.
@@ -42,15 +42,9 @@ class SequenceState:
     runs: int = 0
     is_begun: bool = False  # a first delta, or the ending, has come
     is_leaving: bool = False  # a candidate: True after an abort, until its worker reports the characters that ran
-    checksum: int = 0  # of the text that arrived
-    replay_left: int = 0  # characters of it that are yet to come again
-    replay_checksum: int = 0  # of those that came again
-    logprobs_replay_left: int = 0  # their log-probabilities likewise
-    prompt_replay_left: int = 0  # and those of the prompt
     num_unseen: int = 0  # characters that ran for it, without a complete prompt and emitted ones
     error: ApiError | None = None  # its failure, if known here
     prompt_logprobs: Logprobs | None = None
-    num_prompt_logprobs: int = 0  # arrived
     new_logprobs: Logprobs | None = None
     num_completion_tokens: int = 0
     num_taken: int = 0
@@ -63,11 +57,6 @@ class SequenceState:
     finish_reason: FinishReason | None = None
     first_token_seconds: float | None = None  # None: no character was written
 
-    def count(self, text: str) -> None:
-        """Count new characters."""
-        self.num_completion_tokens += len(text)
-        self.checksum = zlib.crc32(text.encode(), self.checksum)
-
     def add_logprobs(self, delta: Delta) -> None:
         if delta.logprobs is not None:
             if self.new_logprobs is None:
@@ -77,34 +66,12 @@ class SequenceState:
             if self.prompt_logprobs is None:
                 self.prompt_logprobs = Logprobs()
             self.prompt_logprobs.extend(delta.prompt_logprobs)
-            self.num_prompt_logprobs += len(delta.prompt_logprobs)
 
-    # -- run again, as its worker was lost --
-
-    def begin_again(self) -> None:
-        """Everything that has arrived comes again, to be dropped."""
-        self.replay_left = self.logprobs_replay_left = self.num_completion_tokens
-        self.replay_checksum = 0
-        self.prompt_replay_left = self.num_prompt_logprobs
-
-    def skip_text(self, text: str) -> int:
-        """Return how many of these characters have arrived before."""
-        count = min(len(text), self.replay_left)
-        self.replay_left -= count
-        self.replay_checksum = zlib.crc32(text[:count].encode(), self.replay_checksum)
-        return count
-
-    @property
-    def has_diverged(self) -> bool:
-        """True if the repeated text differs from the first one. Valid when all of it has arrived again."""
-        return not self.replay_left and self.replay_checksum != self.checksum
-
-    def skip_rest(self, delta: Delta) -> None:
-        """Remove everything except text that has arrived before from a delta."""
-        if delta.logprobs is not None and self.logprobs_replay_left:
-            self.logprobs_replay_left -= len(delta.logprobs.take(self.logprobs_replay_left))
-        if delta.prompt_logprobs is not None and self.prompt_replay_left:
-            self.prompt_replay_left -= len(delta.prompt_logprobs.take(self.prompt_replay_left))
+    def go_on(self) -> None:
+        """Ask another worker for what has not arrived. Before the first character, that is all of it."""
+        self.submit.must_run, self.submit.written = True, tuple(array("I", bytes(self.ids)))
+        if not self.ids:
+            self.prompt_logprobs = None
 
 
 class Client(Protocol):
@@ -332,7 +299,7 @@ class Generation:
     def add(self, sequence: SequenceState, text: str, now: float) -> None:
         """Take in new characters."""
         self.num_completion_tokens += len(text)
-        sequence.count(text)
+        sequence.num_completion_tokens += len(text)
         sequence.new_texts.append(text)
         sequence.last_at = now
         self.touched[sequence] = None
@@ -359,7 +326,7 @@ class Generation:
 
     def _end(self, sequence: SequenceState, delta: Delta, reason: FinishReason, now: float) -> None:
         """Record the end of a sequence, and its failure if it is the first of the request."""
-        sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
+        sequence.finish_reason, sequence.ended_at, sequence.ids = reason, delta.ended_at or now, bytearray()
         sequence.num_unseen = delta.num_unseen
         if delta.ended_at is not None and sequence.queue_seconds is not None:
             sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
