@@ -103,9 +103,8 @@ def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, devic
     if not device.startswith("cuda"):
         return 64
     free = free_gpu_bytes(settings.devices) / settings.workers_per_device
-    fitting = slots = min(slots_that_fit(config, dtype, free / len(configs)) for config in configs)
-    if settings.fair_queueing:
-        slots = next((n for n in range(fitting - 1, 0, -1) if n + reserved_slots(n) <= fitting), 0)
+    fitting = min(slots_that_fit(config, dtype, free / len(configs)) for config in configs)
+    slots = next((n for n in range(fitting - 1, 0, -1) if n + reserved_slots(n) <= fitting), 0)
     if not slots:
         raise BackendError(f"--max-running-requests auto: not one sequence fits into {free / 1e9:.1f} GB of GPU memory")
     what = plural(fitting, "sequence")

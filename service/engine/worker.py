@@ -100,7 +100,7 @@ class EngineAPI(LitAPI):
         from service.engine.selfcheck import check
 
         settings, checkpoint = self.settings, version.read(self.folder)
-        slots = self.slots + (reserved_slots(self.slots) if settings.fair_queueing else 0)
+        slots = self.slots + reserved_slots(self.slots)
         runner = open_runner(checkpoint, self.backend, self.dtype, slots, settings.threads, device)
         check(runner, checkpoint)
         logger.info(
@@ -110,10 +110,7 @@ class EngineAPI(LitAPI):
         )  # fmt: skip
         if runner.backend == "cuda":
             logger.info("a GPU pays with many sequences at once; a lone text is expected to be faster on a CPU")
-        return Engine(
-            runner, max_running=self.slots, max_waiting=settings.max_queued_requests,
-            is_fair=settings.fair_queueing, step_seconds=settings.step_seconds,
-        )  # fmt: skip
+        return Engine(runner, max_running=self.slots, max_waiting=settings.max_queued_requests)
 
 
 class EngineLoop(LitLoop):
