@@ -664,9 +664,7 @@ def _encode(
     name: str,
 ) -> None:
     dtype = id_dtype(tokenizer.vocab_size)
-    digest = hashlib.sha256()
-
-    num_long = 0  # cells of several lines
+    digest, num_long = hashlib.sha256(), 0  # cells of several lines
 
     def digested() -> Iterator[str]:
         nonlocal num_long
