@@ -24,7 +24,7 @@ RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled native image lock sbom test test-lowest test-native-sanitized test-optimized test-slow \
-  test-tools mutants chaos chaos-train bench bench-quick bench-table bench-train bench-exact gpu-check load \
+  test-tools mutants chaos chaos-train bench bench-quick bench-table bench-train bench-exact bench-shares gpu-check load \
   load-sweep rules lint clean
 .DEFAULT_GOAL := help
 
@@ -148,6 +148,9 @@ gpu-check: ## on an NVIDIA GPU: tests, benchmarks, training and image, about 25 
 
 bench-exact: $(VENV)/.installed-test ## exact answers beside the mask's, of ARGS="--lists FILE …": out/bench-exact
 	$(BIN)/python -m tests.bench.exact $(ARGS)
+
+bench-shares: $(VENV)/.installed-test ## how much of its speed a client keeps beside another, three minutes: out/bench-shares
+	$(BIN)/python -m tests.bench.shares $(ARGS)
 
 bench-train: $(RUN) ## benchmark training beside nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)

@@ -85,14 +85,11 @@ class Catalog:
     places: names and folders, as in --checkpoint.
     model_name: name of a checkpoint given without one.
     folder: the run's own folder.
-    replacement: replaces unknown characters by default, and every vocabulary must have it; empty: each vocabulary's own
-    replacement; None: unknown characters are not replaced.
+    replaces: whether unknown characters are replaced by default. Every vocabulary must then have its replacement.
     """
 
-    def __init__(
-        self, places: list[tuple[str | None, Path]], model_name: str, folder: Path, replacement: str | None = None
-    ):
-        self.places, self.model_name, self.folder, self.replacement = places, model_name, folder, replacement
+    def __init__(self, places: list[tuple[str | None, Path]], model_name: str, folder: Path, replaces: bool = False):
+        self.places, self.model_name, self.folder, self.replaces = places, model_name, folder, replaces
         self.listing = Listing()
         self.checkpoints: dict[int, Checkpoint] = {}  # all versions that have a copy
         self.refused: list[str] = []  # names refused at start
@@ -334,11 +331,11 @@ class Catalog:
         checkpoint = Checkpoint.read(path)
         if old is not None and checkpoint.digest == old.digest:
             return old
-        replacement = self.replacement or checkpoint.tokenizer.replacement
-        if self.replacement is not None and replacement not in checkpoint.tokenizer:
+        replacement = checkpoint.tokenizer.replacement
+        if self.replaces and replacement not in checkpoint.tokenizer:
             raise CheckpointError(
                 f"{path}: its vocabulary does not have the character {replacement!r}, which is to replace unknown "
-                "ones: set --replacement-character to one that it has, or --unknown-characters to drop or refuse"
+                "ones: set --unknown-characters to drop or refuse"
             )
         checkpoint.load_weights()
         checkpoint.load_ngrams()

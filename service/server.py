@@ -106,12 +106,7 @@ class Server(LitServer):
         configs = [checkpoint.config for checkpoint in catalog.served.values()]
         slots = choose_slots(settings, configs, dtype, devices[0])
         api.state = self.state = SharedState(settings.http_processes, len(devices))
-        self.supervisor = Supervisor(
-            self.state,
-            hang_seconds=settings.hang_seconds,
-            max_failed_starts=settings.max_restarts,
-            window_seconds=settings.restart_window_seconds,
-        )
+        self.supervisor = Supervisor(self.state, hang_seconds=settings.hang_seconds)
         api.folder, api.backend, api.dtype, api.slots = catalog.folder, backend, dtype, slots
         api.settings = settings.model_copy()
         # A worker does not need these. The arguments of a new process must fit a pipe's buffer, or this one waits.
@@ -489,8 +484,7 @@ def build_server(settings: Settings, *, middlewares: list[Any] | None = None) ->
             "service.__main__.serve(settings, …) does that"
         )
     configure_logging(settings.log_level, settings.log_format)
-    replacement = (settings.replacement_character or "") if settings.unknown_characters == "replace" else None
     folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
-    catalog = Catalog(settings.places, settings.model_name, folder, replacement)
+    catalog = Catalog(settings.places, settings.model_name, folder, settings.unknown_characters == "replace")
     catalog.open()
     return Server(settings, catalog, middlewares)

@@ -161,51 +161,26 @@ class Settings(BaseSettings):
     )
     max_queued_requests: Natural = Field(1024, description="maximum waiting sequences per worker")
     max_queue_seconds: Seconds = Field(10, description="maximum expected wait in the queue; a longer one gets 429")
-    fair_queueing: bool = Field(
-        True, description="share slots and queue fairly among clients; false: by priority, then arrival"
-    )
-    step_seconds: float = Field(0.004, gt=0, le=1, description="target duration of an engine step")
     max_prompt_characters: Positive = Field(100_000, description="maximum length of a prompt")
     max_tokens: Positive = Field(16_384, description="maximum length of a completion, in characters")
-    max_prompts: int = Field(128, ge=1, le=10_000, description="maximum sequences per request: prompts × n or best_of")
-    max_score_texts: Positive = Field(10_000, description="maximum texts per request of /v1/score")
-    # The service compiles short patterns of its own under this limit, such as "[^\n]".
-    max_regex_characters: int = Field(1000, ge=16, le=10_000, description="maximum length of a regex or stop_regex")
-    max_candidates: Positive = Field(10_000, description="maximum candidates for an exact answer")
-    max_candidate_characters: Positive = Field(
-        1_000_000, description="maximum characters of candidates for an exact answer"
-    )
-    attention: bool = Field(True, description="serve /v1/attention, which runs in the HTTP processes")
     max_body_bytes: Bytes = Field(4 << 20, le=1 << 30, description="maximum size of a request body")
 
-    max_request_bytes: Bytes = Field(64 << 20, description="maximum estimated memory of a request")
     max_held_bytes: Bytes = Field(
-        256 << 20, description="maximum estimated memory of all requests in progress; half of it per client"
+        256 << 20,
+        description="maximum estimated memory of all requests in progress; half of it per client, a quarter per "
+        "request",
     )
 
     unknown_characters: Literal["refuse", "replace", "drop"] = Field(
         "refuse", description="default for characters outside the vocabulary"
     )
-    replacement_character: str | None = Field(
-        None,
-        min_length=1,
-        max_length=1,
-        description="default replacement for characters outside the vocabulary; None: the unknown symbol, else a space",
-    )
 
-    strict_fields: bool = Field(False, description="refuse unknown fields, unless a request has strict: false")
     stream_interval_seconds: Delay = Field(0.02, le=60, description="minimum time between two events of a stream")
-    keep_alive_seconds: Seconds = Field(
-        15, description="time without an event after which a stream gets an SSE comment"
-    )
-    max_header_bytes: Bytes = Field(32 << 10, le=1 << 20, description="maximum size of a request line and its headers")
-    header_timeout_seconds: Seconds = Field(8, description="time limit for the headers of a request")
     max_connections: int = Field(10_000, ge=1, le=1_000_000, description="maximum open connections")
     max_connections_per_address: Natural = Field(
         64,
         description="maximum open connections from one address, loopback apart; 0, or with --client-header: no limit",
     )
-    body_timeout_seconds: Seconds = Field(30, description="time limit for receiving a request body")
     idle_connection_seconds: int = Field(75, ge=1, le=3600, description="time an idle connection is kept open")
     request_timeout_seconds: Seconds = Field(300, description="time limit for a request, queue time included")
     shutdown_delay_seconds: Delay = Field(
@@ -213,8 +188,6 @@ class Settings(BaseSettings):
     )
     drain_seconds: Delay = Field(30, description="time limit for accepted requests after the shutdown delay")
     hang_seconds: Seconds = Field(10, ge=1, description="time without a heartbeat after which a process is replaced")
-    max_restarts: Natural = Field(10, description="maximum failed starts of processes within --restart-window-seconds")
-    restart_window_seconds: Seconds = Field(300, description="period over which failed starts are counted")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
     log_format: LogFormat = Field("auto", description="log line format; auto: text on a terminal, json otherwise")
     otlp_traces_endpoint: str | None = Field(
@@ -228,6 +201,11 @@ class Settings(BaseSettings):
     def api_keys(self) -> Mapping[bytes, str]:
         """The name of each API key by its SHA-256; empty: no key is required."""
         return self._api_keys
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The maximum estimated memory of a request."""
+        return self.max_held_bytes // 4
 
     @property
     def places(self) -> list[tuple[str | None, Path]]:
@@ -339,7 +317,7 @@ class Settings(BaseSettings):
 
 def _did_you_mean(given: str, known: Iterable[str], prefix: str) -> str:
     names = [name.removeprefix(prefix) for name in sorted(known)]
-    close = difflib.get_close_matches(given.removeprefix(prefix), names, n=1)
+    close = difflib.get_close_matches(given.removeprefix(prefix), names, n=1, cutoff=0.8)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 

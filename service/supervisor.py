@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 600.0  # limit to become ready, including the capture of graphs on GPUs
 SETTLED_SECONDS = 5.0  # a process that ran this long is replaced at once, others after a pause
+MAX_FAILED_STARTS, WINDOW_SECONDS = 10, 300.0  # more failed starts within this time end the service
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds; the pause doubles with each failed start in a row
 
 
@@ -46,24 +47,14 @@ class Watched:
 class Supervisor:
     """
     hang_seconds: a process without a heartbeat for this long is killed and replaced.
-    max_failed_starts: maximum of all processes within `window_seconds`, and of one process in a row. A start fails if
-    the process dies before its first heartbeat, or within SETTLED_SECONDS without having served a client. Other deaths
-    do not count: one client may cause them repeatedly, and the service would end for all clients.
+
+    More than MAX_FAILED_STARTS of all processes within WINDOW_SECONDS, or of one process in a row, end the service. A
+    start fails if the process dies before its first heartbeat, or within SETTLED_SECONDS without having served a
+    client. Other deaths do not count: one client may cause them repeatedly, and the service would end for all clients.
     """
 
-    def __init__(
-        self,
-        state: SharedState,
-        *,
-        hang_seconds: float,
-        max_failed_starts: int,
-        window_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._state = state
-        self._hang_seconds = hang_seconds
-        self._max_failed_starts, self._window_seconds = max_failed_starts, window_seconds
-        self._clock = clock
+    def __init__(self, state: SharedState, *, hang_seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._state, self._hang_seconds, self._clock = state, hang_seconds, clock
         self._watched: dict[str, Watched] = {}
         self._failed_starts: deque[float] = deque()  # when
         self._checked_at = self._patient_from = clock()
@@ -139,19 +130,18 @@ class Supervisor:
         """Raises TooManyDeathsError: too many starts failed."""
         watched.failed_starts += 1
         self._failed_starts.append(now)
-        while self._failed_starts[0] < now - self._window_seconds:
+        while self._failed_starts[0] < now - WINDOW_SECONDS:
             self._failed_starts.popleft()
-        limit = self._max_failed_starts
-        if len(self._failed_starts) > limit:
-            count, where = len(self._failed_starts), f"of processes within {self._window_seconds:g} s"
-        elif watched.failed_starts > limit:
+        if len(self._failed_starts) > MAX_FAILED_STARTS:
+            count, where = len(self._failed_starts), f"of processes within {WINDOW_SECONDS:g} s"
+        elif watched.failed_starts > MAX_FAILED_STARTS:
             count, where = watched.failed_starts, "of it in a row"
         else:
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(watched.failed_starts - 1, 10))
             _schedule(watched, now, pause, what)
             return
         many = f"{plural(count, 'failed start')} {where} {'is' if count == 1 else 'are'}"
-        raise TooManyDeathsError(f"{watched.name} {what}: {many} more than --max-restarts {limit} allows")
+        raise TooManyDeathsError(f"{watched.name} {what}: {many} more than the {MAX_FAILED_STARTS} allowed")
 
 
 def _schedule(watched: Watched, now: float, pause: float, what: str) -> None:

@@ -144,8 +144,7 @@ def server(checkpoint: "Checkpoint") -> "Iterator[RunningServer]":
     """Of `checkpoint`, for all tests that need no settings of their own."""
     from tests.helpers import lasting
 
-    settings = {"keep_alive_seconds": 0.01, "max_score_texts": 3000, "max_body_bytes": 64 << 20}
-    yield from lasting(checkpoint.path, **settings)
+    yield from lasting(checkpoint.path, max_body_bytes=64 << 20)
 
 
 @pytest.fixture(scope="session")

@@ -41,11 +41,10 @@ VOCABULARY = sorted("\n !'.,:;?" + string.ascii_letters)
 ENDLESS = 100_000_000
 
 # For such requests: no limit on memory by estimate, and none that a busy machine could reach.
-UNBOUNDED = {"max_request_bytes": 1 << 50, "max_held_bytes": 1 << 50, "max_queue_seconds": 1000, "hang_seconds": 120}
+UNBOUNDED = {"max_held_bytes": 1 << 50, "max_queue_seconds": 1000, "hang_seconds": 120}
 
 # Limits that a slow machine must not reach; a test that needs one sets its own.
 PATIENT = {"hang_seconds": 120, "max_queue_seconds": 3600, "drain_seconds": PATIENCE}
-PATIENT |= {"header_timeout_seconds": 120, "body_timeout_seconds": 120}
 
 # Of a random model that takes seconds for a few hundred characters, for requests that must still run when a test looks
 # and then end by themselves.

@@ -113,7 +113,7 @@ def test_the_default_has_no_name_and_a_model_does_not_wait_for_the_slots_of_anot
     """One that comes while another holds all slots starts at once."""
     save_random(tmp_path / "a", seed=1)
     second = save_random(tmp_path / "b", seed=2)
-    options = {"model_name": "first", "max_running_requests": 4, "fair_queueing": False}
+    options = {"model_name": "first", "max_running_requests": 4}
     with serving(f"{tmp_path}/a,second={tmp_path}/b", **options) as server:
         assert list(served(server)) == ["first", "second"]
         assert ask(server).json()["model"] == "first"
@@ -309,16 +309,13 @@ def test_a_bad_run_in_a_folder_of_runs_is_left_out(tmp_path):
 
 def test_a_vocabulary_without_the_replacement_character_is_refused_at_start(tmp_path):
     save_random(tmp_path / "words", "\nab")
-    problem = refused(tmp_path, (None, tmp_path / "words"), replacement=" ")
+    problem = refused(tmp_path, (None, tmp_path / "words"), replaces=True)
     assert "vocabulary does not have the character ' ', which is to replace unknown ones" in problem
-    assert "set --replacement-character to one that it has, or --unknown-characters to drop or refuse" in problem
+    assert "set --unknown-characters to drop or refuse" in problem
     (tmp_path / "run").mkdir()
-    places = [(None, tmp_path / "words")]
-    for replacement in ("a", None):
-        catalog = Catalog(places, "chargpt", tmp_path / "run", replacement)
-        catalog.open()
-        assert list(catalog.served) == ["chargpt"]
-        shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+    catalog = Catalog([(None, tmp_path / "words")], "chargpt", tmp_path / "run")
+    catalog.open()
+    assert list(catalog.served) == ["chargpt"]
 
 
 def test_more_checkpoints_than_can_be_served_are_refused(tmp_path):
@@ -398,13 +395,13 @@ def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(cata
 
 
 def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup(catalog, state, tmp_path, caplog):
-    catalog.replacement = " "
+    catalog.replaces = True
     for name in "ab":
         save_random(tmp_path / "runs" / name, "\nab")
     catalog.refresh(state)
     assert not catalog.step and listing(catalog) == ([1], [1])
     assert [state.num_reloads(catalog.listing.rows[name])["refused"] for name in "ab"] == [1, 1]
-    assert "set --replacement-character" in caplog.text
+    assert "set --unknown-characters" in caplog.text
 
 
 def test_a_failure_is_not_taken_for_one_of_the_next_list(catalog, state, tmp_path):

@@ -38,7 +38,9 @@ def test_every_private_name_exists():
 def test_middlewares_work_as_documented(tmp_path):
     document = (ROOT / "service" / "INTERNALS.md").read_text(encoding="utf-8")
     program = document.partition("```python\n")[2].partition("```\n")[0]
-    program = program.replace("Settings(", "Settings(body_timeout_seconds=0.5, max_body_bytes=1 << 20, ")
+    program = program.replace("Settings(", "Settings(max_body_bytes=1 << 20, ")
+    shorter = "import service.http.app\n    service.http.app.BODY_TIMEOUT_SECONDS = 0.5\n    settings ="
+    program = program.replace("settings =", shorter)
     failing = "assert scope['path'] != '/fails'\n        await self.app"
     (tmp_path / "stamped.py").write_text(program.replace("await self.app", failing))
     save_random(tmp_path / "checkpoint")

@@ -19,6 +19,7 @@ import service.python as chargpt
 from service.engine import native
 from service.text.requests import GenerationRequest
 from tests.helpers import call, save_random, serving, web
+from tests.http.programs import changed
 from tests.toolbox.launch import ROOT
 from tests.toolbox.replay import make_models
 from tests.toolbox.requests import make_requests
@@ -27,12 +28,10 @@ from training import inputs, sample, score
 NAMES = ("texts", "records", "rare", "blocks")
 OF_SERVER = {"model", "timeout_seconds", "priority", "strict", "stream", "stream_options", "stream_interval"}
 TYPOS = {name[:-1] for name in OF_SERVER}  # for which only a server knows what is meant
-SETTINGS = {
-    "max_prompts": 10_000,
-    "max_regex_characters": 10_000,
-    "max_queued_requests": 1_000_000,
-    "log_level": "error",
-}
+SETTINGS = {"max_queued_requests": 1_000_000, "log_level": "error"}
+AS_PYTHON = changed(
+    {"service.http.routes.service.MAX_PROMPTS": 10_000, "service.http.models.model.MAX_REGEX_CHARACTERS": 10_000}
+)
 BEYOND_LIMITS = {  # of a server; Python has none
     "max_tokens": (20_000, 10**12, 10**30),
     "max_candidates": (20_000, 10**30),
@@ -57,7 +56,7 @@ def models(folder):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    with serving(",".join(f"{name}={folder / name}" for name in NAMES), **SETTINGS) as server:
+    with serving(",".join(f"{name}={folder / name}" for name in NAMES), AS_PYTHON, **SETTINGS) as server:
         yield server
 
 

@@ -170,7 +170,7 @@ def test_info_and_models(server, checkpoint):
     assert info["model"]["checkpoint_sha256"] == checkpoint.digest
     assert info["model"]["vocabulary"] == "".join(VOCABULARY)
     assert (info["backend"], info["dtype"]) == resolve("auto", "auto", "cpu")
-    assert info["limits"]["max_score_texts"] == 3000
+    assert info["limits"]["max_score_texts"] == 10_000
     assert [model["id"] for model in web.get(f"{server.url}/v1/models").json()["data"]] == ["chargpt"]
     assert web.get(f"{server.url}/livez").status_code == 200
 
@@ -396,7 +396,7 @@ def test_auto_takes_as_many_slots_as_fit_the_gpus(monkeypatch, checkpoint):
     assert slots(max_running_requests=7) == 7
     with pytest.raises(BackendError, match="not one sequence fits into 0.7 GB"):
         slots(workers_per_device=2)
-    assert asked == [2, 2, 2, 1]
+    assert asked == [2, 2, 1]
 
 
 def test_unknown_memory_of_a_gpu_is_one_sentence(tmp_path, monkeypatch):

@@ -25,9 +25,12 @@ from service.settings import Settings
 from service.shared import REASONS, SharedState
 from service.supervisor import Supervisor, TooManyDeathsError
 from tests.helpers import ENDLESS, PATIENCE, RunningServer, http_processes, refusal, serving, wait_until, web
+from tests.http.programs import changed
 from tests.toolbox.disk import SmallDisk
 from tests.toolbox.http import answer, pieces, post, sent, text_of
 from tests.toolbox.launch import Program, free_port, is_worker
+
+ONE_FAILED_START = changed({"service.supervisor.MAX_FAILED_STARTS": 1})
 
 
 def generate(server, **body):
@@ -102,8 +105,8 @@ def has_ended(process):
 
 
 def test_processes_that_are_killed_again_and_again_are_replaced_and_the_queue_keeps_connections(checkpoint):
-    """The service once ended when more had died in five minutes than --max-restarts allows, for all clients."""
-    with serving(checkpoint.path, max_restarts=1) as server:
+    """The service once ended when more had died in five minutes than there may be failed starts, for all clients."""
+    with serving(checkpoint.path, ONE_FAILED_START) as server:
         for number in range(5):
             process = server.worker() if number == 2 else http_processes(server)[0]
             process.kill()
@@ -126,7 +129,7 @@ def test_a_worker_that_dies_leaves_its_work_to_the_others(checkpoint):
 
 def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoint, temporary):
     """Not even if the service's own copy is altered. As no start succeeds, the service ends."""
-    with serving(checkpoint.path, max_restarts=1) as server:
+    with serving(checkpoint.path, ONE_FAILED_START) as server:
         assert generate(server).status_code == 200  # otherwise the kill may count as a failed start
         (weights,) = temporary.glob("chargpt-*/checkpoint-*/model.safetensors")
         os.truncate(weights, 1000)
@@ -138,7 +141,7 @@ def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoin
         *_, last = output.splitlines()
         assert re.fullmatch(
             r"python -m service: worker-0 \(process \d+\) died \(exit status 1\): 2 failed starts of processes within "
-            "300 s are more than --max-restarts 1 allows",
+            "300 s are more than the 1 allowed",
             last,
         ), last
 
@@ -147,7 +150,7 @@ def given_up(now, start, message):
     """Runs a supervisor until it has given up a process that `start`, which is given its state, starts. The clock is
     its own: the pauses take minutes. Returns the state."""
     state = SharedState()
-    supervisor = Supervisor(state, hang_seconds=10, max_failed_starts=9, window_seconds=300, clock=lambda: now[0])
+    supervisor = Supervisor(state, hang_seconds=10, clock=lambda: now[0])
     supervisor.watch("worker-0", lambda: start(state), lambda: None, 600)
     with pytest.raises(TooManyDeathsError, match=message):
         for _ in range(100_000):
@@ -167,10 +170,10 @@ def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end(shows_that_it
             state.beat("worker-0")
         return SimpleNamespace(pid=7, exitcode=-11, is_alive=lambda: False)
 
-    state = given_up(now, start, r"worker-0 .* \(signal 11: Segmentation fault\): 10 failed starts of processes")
+    state = given_up(now, start, r"worker-0 .* \(signal 11: Segmentation fault\): 11 failed starts of processes")
     pauses = [round(later - earlier) for earlier, later in itertools.pairwise(times)]
-    assert pauses == [1, 1, 2, 4, 4, 4, 4, 4, 4]
-    assert state.restarts["worker-0"] == 9
+    assert pauses == [1, 1, 2, 4, 4, 4, 4, 4, 4, 4]
+    assert state.restarts["worker-0"] == 10
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,7 @@ def test_supervisor_never_gives_up_a_process_that_serves(name, seconds, is_used)
             state.assign(0, 0, 1)
         return SimpleNamespace(pid=7, exitcode=-9, is_alive=lambda began=now[0]: now[0] < began + seconds)
 
-    supervisor = Supervisor(state, hang_seconds=1e9, max_failed_starts=1, window_seconds=300, clock=lambda: now[0])
+    supervisor = Supervisor(state, hang_seconds=1e9, clock=lambda: now[0])
     supervisor.watch(name, start, lambda: None, 600)
     for _ in range(1000):
         supervisor.check()
@@ -205,8 +208,8 @@ def test_supervisor_gives_up_on_a_process_that_takes_long_to_fail():
             raise OSError(12, "Cannot allocate memory")
         return SimpleNamespace(pid=7, exitcode=1, is_alive=lambda began=now[0]: now[0] < began + 100)
 
-    given_up(now, start, "10 failed starts of it in a row")
-    assert len(starts) == 10
+    given_up(now, start, "11 failed starts of it in a row")
+    assert len(starts) == 11
 
 
 # -- a process hangs --
@@ -216,7 +219,7 @@ def test_supervisor_is_patient_after_a_pause_of_all_processes():
     """As of a machine that slept: nobody could show that it runs. One that does not from then on hangs."""
     state, now, killed = SharedState(), [time.monotonic()], []
     process = SimpleNamespace(pid=7, is_alive=lambda: True, kill=lambda: killed.append(now[0]))
-    supervisor = Supervisor(state, hang_seconds=10, max_failed_starts=1, window_seconds=300, clock=lambda: now[0])
+    supervisor = Supervisor(state, hang_seconds=10, clock=lambda: now[0])
     supervisor.watch("worker-0", lambda: process, lambda: None, 600)
     state.beat("worker-0")
     supervisor.check()

@@ -35,7 +35,6 @@ SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20
 
 
 def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iterator[str]:
-    train, val = corpus.train[:AT_MOST], corpus.val[:AT_MOST]
     ratio = num_parameters / len(corpus.train)
     others = (
         "or a smaller --n-embd and --n-layer" if config.dropout else "a smaller --n-embd and --n-layer, or --dropout"
@@ -45,34 +44,49 @@ def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iter
         f"size: {plural(num_parameters, 'parameter')} for {plural(len(corpus.train), 'character')} to train on, "
         f"{ratio:.2g} per character{advice if ratio > MANY_PARAMETERS and not config.teachers else ''}"
     )
-    decode = corpus.tokenizer.decode_array
-    where = f", of the first {AT_MOST:,} characters" if len(corpus.train) > AT_MOST else ""
+    if large := _large_vocabulary(corpus, config, num_parameters):
+        yield large
+    elif rare := _rare_symbols(corpus):
+        yield rare
+    yield from _check_text(corpus) if corpus.records is None else _check_records(corpus, config)
+
+
+def _rare_symbols(corpus: Corpus) -> str | None:
+    """Return a warning if symbols of the text hardly occur in the training split."""
     counts = np.zeros((2, corpus.tokenizer.vocab_size), dtype=np.int64)  # occurrences of each symbol in both splits
     for split, its_counts in zip((corpus.train, corpus.val), counts, strict=True):
         for start in range(0, len(split), AT_MOST):  # in pieces that fit memory
             its_counts += np.bincount(split[start : start + AT_MOST], minlength=len(its_counts))
     rare = np.flatnonzero((counts.sum(axis=0) > 0) & (counts[0] < RARE)).tolist()
-    if large := _large_vocabulary(corpus, config, num_parameters):
-        yield large
-    elif rare:
-        named = " ".join(repr(corpus.tokenizer.characters[id]) for id in rare[:MAX_NAMED])
-        more = f" and {len(rare) - MAX_NAMED:,} more" if len(rare) > MAX_NAMED else ""
-        yield f"rare: {plural(len(rare), 'symbol')} with fewer than {RARE} occurrences to learn from: {named}{more}"
-    if corpus.records is None:
-        lines = [line for line in decode(train).split("\n") if line]
-        ordered = sum(a <= b for a, b in pairwise(lines))
-        if found := _table_format(lines[:AT_MOST_LINES]):
-            yield found
-        elif found := _blocks(decode(train)):
-            yield found
-        elif len(lines) >= MIN_LINES and max(map(len, lines)) <= SHORT_LINE and ordered >= SORTED_SHARE * len(lines):
-            yield "sorted: the lines are in order, and the last tenth validates; --records shuffles lines of a list"
-        if (share := copied_share(val[:VAL_CHARACTERS], train)) > MUCH:
-            yield (
-                f"overlap: {share:.0%} of the validation split's {NGRAM}-grams occur in the training split: the "
-                "validation loss will look better than the model is"
-            )
-        return
+    if not rare:
+        return None
+    named = " ".join(repr(corpus.tokenizer.characters[id]) for id in rare[:MAX_NAMED])
+    more = f" and {len(rare) - MAX_NAMED:,} more" if len(rare) > MAX_NAMED else ""
+    return f"rare: {plural(len(rare), 'symbol')} with fewer than {RARE} occurrences to learn from: {named}{more}"
+
+
+def _check_text(corpus: Corpus) -> Iterator[str]:
+    """Yield warnings about a text that is not split into records."""
+    train, val = corpus.train[:AT_MOST], corpus.val[:AT_MOST]
+    text = corpus.tokenizer.decode_array(train)
+    lines = [line for line in text.split("\n") if line]
+    ordered = sum(a <= b for a, b in pairwise(lines))
+    if found := _table_format(lines[:AT_MOST_LINES]):
+        yield found
+    elif found := _blocks(text):
+        yield found
+    elif len(lines) >= MIN_LINES and max(map(len, lines)) <= SHORT_LINE and ordered >= SORTED_SHARE * len(lines):
+        yield "sorted: the lines are in order, and the last tenth validates; --records shuffles lines of a list"
+    if (share := copied_share(val[:VAL_CHARACTERS], train)) > MUCH:
+        yield (
+            f"overlap: {share:.0%} of the validation split's {NGRAM}-grams occur in the training split: the "
+            "validation loss will look better than the model is"
+        )
+
+
+def _check_records(corpus: Corpus, config: TrainConfig) -> Iterator[str]:
+    """Yield warnings about records."""
+    where = f", of the first {AT_MOST:,} characters" if len(corpus.train) > AT_MOST else ""
     lengths = record_pieces(corpus.train, len(corpus.train))[1]
     if num_cut := int((lengths > config.block_size).sum()):
         yield (
@@ -80,7 +94,7 @@ def size_check(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iter
             f"{config.block_size} characters with their ends and are learned in pieces; the longest has "
             f"{plural(int(lengths.max()), 'character')}"
         )
-    records, held_out = map(corpus.texts_of, (train, val))
+    records, held_out = map(corpus.texts_of, (corpus.train[:AT_MOST], corpus.val[:AT_MOST]))
     repeated = Counter(records)
     if found := _table_format(records[:AT_MOST_LINES]):
         yield found

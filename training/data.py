@@ -99,32 +99,16 @@ def find_texts(
     Raises:
         DataError: a folder has no such files, or `find_text` raises it.
     """
-    files, unused = [], list(exclude)
+    notes = set() if notes is None else notes
+    files, unused, folders = list[Path](), [*exclude], [name for name in data if Path(name).is_dir()]
     for name in data:
-        if Path(name).is_dir():
-            below = sorted(path.relative_to(name) for path in Path(name).rglob("*") if path.is_file())
-            seen = [path for path in below if not any(part.startswith(".") for part in path.parts)]
-            if not seen:
-                raise DataError(f"the folder {name} has no files")
-            matching = [path for path in seen if not glob or any(path.match(pattern) for pattern in glob)]
-            if not matching:
-                raise DataError(f"none of the {plural(len(seen), 'file')} in {name} matches --glob {' '.join(glob)}")
-            chosen = [path for path in matching if not any(path.match(pattern) for pattern in exclude)]
+        if name in folders:
+            seen = _files_below(name)
+            files += _texts_among(seen, name, glob, exclude, notes)
             unused = [pattern for pattern in unused if not any(path.match(pattern) for path in seen)]
-            if not chosen:
-                raise DataError(
-                    f"--exclude {' '.join(exclude)} leaves none of {plural(len(matching), 'file')} in {name}"
-                )
-            binary = [path for path in chosen if _is_binary(Path(name) / path)]
-            if len(binary) == len(chosen):
-                raise DataError(f"the folder {name} has no text files: skipped {_listed(binary)}")
-            if binary and notes is not None:
-                notes.add(f"{name}: skipped {_listed(binary)}")
-            files += [Path(name) / path for path in chosen if path not in set(binary)]
         else:
             files.append(find_text(name))
-    if unused and notes is not None:
-        folders = [name for name in data if Path(name).is_dir()]
+    if unused:
         where = f"no file in {', '.join(folders)}" if folders else "nothing: --data names no folder"
         notes.add(f"--exclude {shlex.join(unused)} matches {where}")
     once, again = dict[tuple[int, int], Path](), list[Path]()
@@ -132,9 +116,35 @@ def find_texts(
         about = file.stat()
         if once.setdefault((about.st_dev, about.st_ino), file) is not file:
             again.append(file)
-    if again and notes is not None:
+    if again:
         notes.add(f"read once, under its first name: {_listed(again, 'file')}")
     return [*once.values()]
+
+
+def _files_below(folder: str) -> list[Path]:
+    """Return the relative paths of all files that are not hidden, sorted."""
+    below = sorted(path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file())
+    return [path for path in below if not any(part.startswith(".") for part in path.parts)]
+
+
+def _texts_among(
+    seen: list[Path], folder: str, glob: Sequence[str], exclude: Sequence[str], notes: set[str]
+) -> list[Path]:
+    """Return the text files among those seen in a folder, as `find_texts` chooses them."""
+    if not seen:
+        raise DataError(f"the folder {folder} has no files")
+    matching = [path for path in seen if not glob or any(path.match(pattern) for pattern in glob)]
+    if not matching:
+        raise DataError(f"none of the {plural(len(seen), 'file')} in {folder} matches --glob {' '.join(glob)}")
+    chosen = [path for path in matching if not any(path.match(pattern) for pattern in exclude)]
+    if not chosen:
+        raise DataError(f"--exclude {' '.join(exclude)} leaves none of {plural(len(matching), 'file')} in {folder}")
+    binary = [path for path in chosen if _is_binary(Path(folder) / path)]
+    if len(binary) == len(chosen):
+        raise DataError(f"the folder {folder} has no text files: skipped {_listed(binary)}")
+    if binary:
+        notes.add(f"{folder}: skipped {_listed(binary)}")
+    return [Path(folder) / path for path in chosen if path not in set(binary)]
 
 
 def _listed(paths: list[Path], noun: str = "binary file") -> str:
@@ -343,19 +353,8 @@ def prepare(
     sha256 = digest.hexdigest()
     folder = _cache_folder(sha256, separator, column)
     if not folder.is_dir():
-        seen, count = np.zeros(0x110000, dtype=bool), 0  # code points
         end = "\n" if separator == LINES and column is None else RECORD_SEPARATOR
-        for text in split_text(source_text(files, column), separator, column, end, name):
-            seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
-            count += len(text)
-        characters = [chr(code) for code in np.flatnonzero(seen)]
-        if len(characters) < 2:
-            content = f"contains only the character {characters[0]!r}" if characters else "is empty"
-            raise DataError(f"{name} {content}; a text needs at least 2 distinct characters")
-        if count < MIN_CHARACTERS:
-            raise DataError(f"{name} has {plural(count, 'character')}; a text needs at least {MIN_CHARACTERS}")
-        if len(characters) > MAX_SYMBOLS:
-            raise DataError(f"{name} has {len(characters):,} distinct characters; at most {MAX_SYMBOLS:,} are allowed")
+        characters = _characters_of(split_text(source_text(files, column), separator, column, end, name), name)
         if column is not None and "\n" not in characters:
             end = "\n"
             characters.remove(RECORD_SEPARATOR)
@@ -372,6 +371,23 @@ def prepare(
         record_end=about.get("record_end", "\n") if separator else None, separator=separator, column=column,
     )  # fmt: skip
     return corpus if min_count <= 1 else _without_rare(corpus, min_count)
+
+
+def _characters_of(texts: Iterable[str], name: str) -> list[str]:
+    """Return the distinct characters of a text in order. Raises DataError: there are too few or too many."""
+    seen, count = np.zeros(0x110000, dtype=bool), 0  # code points
+    for text in texts:
+        seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
+        count += len(text)
+    characters = [chr(code) for code in np.flatnonzero(seen)]
+    if len(characters) < 2:
+        content = f"contains only the character {characters[0]!r}" if characters else "is empty"
+        raise DataError(f"{name} {content}; a text needs at least 2 distinct characters")
+    if count < MIN_CHARACTERS:
+        raise DataError(f"{name} has {plural(count, 'character')}; a text needs at least {MIN_CHARACTERS}")
+    if len(characters) > MAX_SYMBOLS:
+        raise DataError(f"{name} has {len(characters):,} distinct characters; at most {MAX_SYMBOLS:,} are allowed")
+    return characters
 
 
 def rare_characters(corpus: Corpus, min_count: int) -> set[str]:
@@ -511,29 +527,13 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                offset = start - pending + error.start
-                path = shlex.quote(str(file))
-                source = f"zcat {path} | iconv" if file.suffix == ".gz" else f"iconv {path}"
-                hint = (
-                    f"convert it first, with {source} -f ENCODING -t UTF-8 > converted.txt; ENCODING is for example "
-                    "WINDOWS-1252 for Western European, GB18030 for Chinese and SHIFT_JIS for Japanese texts"
-                )
-                if len(files) > 1:
-                    hint += f", or leave it out with --exclude {shlex.quote(file.name)}"
-                if head.startswith(b"\x1f\x8b"):
-                    hint = "it is compressed by gzip: its name must end with .gz"
-                elif packed := next((name for magic, name in PACKED.items() if head.startswith(magic)), None):
-                    hint = f"it is packed: unpack it first, with {packed} {path}"
-                elif _is_binary(file):
-                    hint = "it is a binary file; of a folder, binary files are skipped"
-                elif encoding != "utf-8":
-                    hint = "it may be cut off"
+                offset, byte = start - pending + error.start, error.object[error.start]
+                hint = _decoding_hint(file, head, encoding, is_alone=len(files) == 1)
                 others = [str(other) for other in files[number + 1 :] if not _is_decodable(other)]
                 if others:
                     hint += f"; {plural(len(others), 'other file')} likewise: {', '.join(others)}"
                 raise DataError(
-                    f"{file} is not {encoding.upper()}: byte 0x{error.object[error.start]:02X} at offset {offset}"
-                    f" ({error.reason}); {hint}"
+                    f"{file} is not {encoding.upper()}: byte 0x{byte:02X} at offset {offset} ({error.reason}); {hint}"
                 ) from None
             start += len(chunk)
             if text and is_first:
@@ -550,6 +550,24 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
             notes.add(f"{file.name}: line breaks of Windows or an old Mac read as \\n")
         if file is not files[-1] and last != "\n":
             yield "\n"
+
+
+def _decoding_hint(file: Path, head: bytes, encoding: str, is_alone: bool) -> str:
+    """Return what to do about a file that is not in its encoding. head: its first bytes."""
+    path = shlex.quote(str(file))
+    if head.startswith(b"\x1f\x8b"):
+        return "it is compressed by gzip: its name must end with .gz"
+    if packed := next((name for magic, name in PACKED.items() if head.startswith(magic)), None):
+        return f"it is packed: unpack it first, with {packed} {path}"
+    if _is_binary(file):
+        return "it is a binary file; of a folder, binary files are skipped"
+    if encoding != "utf-8":
+        return "it may be cut off"
+    source = f"zcat {path} | iconv" if file.suffix == ".gz" else f"iconv {path}"
+    return (
+        f"convert it first, with {source} -f ENCODING -t UTF-8 > converted.txt; ENCODING is for example "
+        "WINDOWS-1252 for Western European, GB18030 for Chinese and SHIFT_JIS for Japanese texts"
+    ) + ("" if is_alone else f", or leave it out with --exclude {shlex.quote(file.name)}")
 
 
 def _is_decodable(file: Path) -> bool:
@@ -646,9 +664,7 @@ def _encode(
     name: str,
 ) -> None:
     dtype = id_dtype(tokenizer.vocab_size)
-    digest = hashlib.sha256()
-
-    num_long = 0  # cells of several lines
+    digest, num_long = hashlib.sha256(), 0  # cells of several lines
 
     def digested() -> Iterator[str]:
         nonlocal num_long
@@ -658,25 +674,14 @@ def _encode(
                 num_long += sum("\n" in cell for cell in text.split(RECORD_SEPARATOR))
             yield text
 
-    end_id = tokenizer.encode(end)[0] if separator else -1
+    end_id = tokenizer.encode(end)[0] if separator else None
     with replacing_folder(folder) as new:
-        lasts, num_blank = end_id, 0
-        with open(new / "ids.bin", "wb") as file:
-            for text in split_text(digested(), separator, column, end, name):
-                ids = encode_array(tokenizer, text).astype(dtype)
-                if separator and len(ids):
-                    is_end = ids == end_id
-                    is_blank = is_end & np.concatenate(([lasts == end_id], is_end[:-1]))
-                    lasts, num_blank = int(ids[-1]), num_blank + int(is_blank.sum())
-                    ids = ids[~is_blank]
-                file.write(ids.tobytes())
-            if separator and lasts != end_id:  # the last record needs its end too
-                file.write(np.array([end_id], dtype).tobytes())
-            count = file.tell() // dtype.itemsize
+        texts = split_text(digested(), separator, column, end, name)
+        count, num_blank = _write_ids(new / "ids.bin", texts, tokenizer, dtype, end_id)
         if digest.hexdigest() != sha256:
             raise DataError(f"{files[0]} or another file changed while being read; try again")
         num_train, num_records = int(count * TRAIN_SHARE), None
-        if separator:
+        if end_id is not None:
             if separator != LINES:
                 _refuse_undivided(new / "ids.bin", tokenizer, end_id, separator, name)
             num_train, num_records = _shuffle_records(new / "ids.bin", dtype, end_id, files[0])
@@ -692,6 +697,28 @@ def _encode(
             "notes": [note] * (num_blank > 0) + [f"{plural(num_long, 'cell')} of several lines"] * (num_long > 0),
         }
         (new / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _write_ids(
+    path: Path, texts: Iterable[str], tokenizer: CharTokenizer, dtype: np.dtype[Any], end_id: int | None
+) -> tuple[int, int]:
+    """Write the ids of a text. Return their number, and the number of empty records, which are left out.
+
+    end_id: ends each record; None: the text has no records.
+    """
+    last, num_blank = end_id, 0
+    with open(path, "wb") as file:
+        for text in texts:
+            ids = encode_array(tokenizer, text).astype(dtype)
+            if end_id is not None and len(ids):
+                is_end = ids == end_id
+                is_blank = is_end & np.concatenate(([last == end_id], is_end[:-1]))
+                last, num_blank = int(ids[-1]), num_blank + int(is_blank.sum())
+                ids = ids[~is_blank]
+            file.write(ids.tobytes())
+        if end_id is not None and last != end_id:  # the last record needs its end too
+            file.write(np.array([end_id], dtype).tobytes())
+        return file.tell() // dtype.itemsize, num_blank
 
 
 def _refuse_undivided(path: Path, tokenizer: CharTokenizer, end_id: int, separator: str, name: str) -> None:

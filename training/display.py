@@ -22,6 +22,7 @@ from training.messages import plural, say
 from training.state import Progress
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 RECENT = 50  # steps whose mean loss the bar shows
@@ -125,6 +126,19 @@ def print_report(
     val_characters: int,
 ) -> None:
     """Print the losses of the best weights and of the baselines, overfitting, speed and the paths of the results."""
+    _print_losses(console, losses, scores, val_characters)
+    _print_evaluations(console, config, progress, out, val_characters)
+    say(
+        console,
+        f"{plural(progress.characters, 'character')} in {progress.elapsed_seconds:.0f} s of training: "
+        f"{speed['characters_per_second']:,.0f} characters/s, {speed['peak_share']:.0%} of this machine's measured "
+        f"matrix-product peak of {speed['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s; "
+        f"best at step {progress.best_step}\ncheckpoint {out / 'best'}   curves {out / 'loss.png'}   "
+        f"log {out / 'log.jsonl'}",
+    )
+
+
+def _print_losses(console: Console, losses: dict[str, float], scores: Scores, val_characters: int) -> None:
     table = Table("", "loss per character, validation split", "nats", "bits")
     for name in filter(losses.__contains__, LOSSES):
         is_sampled = name in scores.losses and scores.standard_error is not None
@@ -139,6 +153,12 @@ def print_report(
         )
     if warning := verdict(losses):
         say(console, warning)
+
+
+def _print_evaluations(
+    console: Console, config: TrainConfig, progress: Progress, out: Path, val_characters: int
+) -> None:
+    """Print the losses at the best and the last step, and whether the run stopped early or overfits."""
     records = read_log(out)
     evaluations = {r["step"]: r for r in records if r["event"] == "evaluation"}
     val = {step: r["val_loss"] for step, r in evaluations.items()}
@@ -164,14 +184,6 @@ def print_report(
             "on more text, a smaller model, fewer steps, or with more --dropout or --weight-decay"
             + ("" if config.patience else "; --patience stops early"),
         )
-    say(
-        console,
-        f"{plural(progress.characters, 'character')} in {progress.elapsed_seconds:.0f} s of training: "
-        f"{speed['characters_per_second']:,.0f} characters/s, {speed['peak_share']:.0%} of this machine's measured "
-        f"matrix-product peak of {speed['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s; "
-        f"best at step {progress.best_step}\ncheckpoint {out / 'best'}   curves {out / 'loss.png'}   "
-        f"log {out / 'log.jsonl'}",
-    )
 
 
 def verdict(losses: dict[str, float]) -> str | None:
@@ -238,19 +250,7 @@ def curves(records: list[dict[str, Any]]) -> Figure:
     if shown:  # the losses of the first steps, and baselines far above, would squeeze the rest
         margin = 0.05 * (max(shown) - min(shown)) + 0.02
         axes.set_ylim(min(shown) - margin, max(shown) + margin)
-    low, high = axes.get_ylim()
-    spacing = 0.055 * (high - low)  # so that no name covers another
-    places = [max(min(height, high), low) for height, _, _ in sorted(names)]
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + spacing)
-    for i in reversed(range(len(places))):  # back below the top
-        places[i] = min(places[i], high - spacing * (len(places) - 1 - i))
-    for place, (height, text, color) in zip(places, sorted(names), strict=True):
-        arrow = "↑ " if height > high else "↓ " if height < low else ""
-        axes.annotate(
-            arrow + text, (1.01, place), xycoords=("axes fraction", "data"), color=color, va="center",
-            fontsize="small", annotation_clip=False,
-        )  # fmt: skip
+    _name_at_the_edge(axes, sorted(names))
     axes.set_ylabel("nats per character")
     axes.grid(alpha=0.3)
     rate.plot([r["step"] for r in train], [r["muon_lr"] for r in train], color="gray", lw=1)
@@ -259,3 +259,22 @@ def curves(records: list[dict[str, Any]]) -> Figure:
     rate.grid(alpha=0.3)
     rate.set_xlabel("step")
     return figure
+
+
+def _name_at_the_edge(axes: Axes, names: list[tuple[float, str, str]]) -> None:
+    """Write texts at the right edge, at their heights as far as none covers another. names: sorted (height, text,
+    color).
+    """
+    low, high = axes.get_ylim()
+    spacing = 0.055 * (high - low)
+    places = [max(min(height, high), low) for height, _, _ in names]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + spacing)
+    for i in reversed(range(len(places))):  # back below the top
+        places[i] = min(places[i], high - spacing * (len(places) - 1 - i))
+    for place, (height, text, color) in zip(places, names, strict=True):
+        arrow = "↑ " if height > high else "↓ " if height < low else ""
+        axes.annotate(
+            arrow + text, (1.01, place), xycoords=("axes fraction", "data"), color=color, va="center",
+            fontsize="small", annotation_clip=False,
+        )  # fmt: skip

@@ -230,7 +230,7 @@ def engine_sums(
         raise ValueError("a piece ends beyond the text")
     skips = np.zeros_like(lengths) if skips is None else skips
     sums, waiting = np.zeros(len(lengths)), iter(np.argsort(-lengths, kind="stable").tolist())  # the longest first
-    engine = Engine(runner, max_waiting=2 * runner.slots, is_fair=False, step_seconds=SCORED_SECONDS)
+    engine = Engine(runner, max_waiting=2 * runner.slots, step_seconds=SCORED_SECONDS)
     values: dict[int, bytearray] = {}
     while True:
         for piece in itertools.islice(waiting, 2 * runner.slots - len(values)):

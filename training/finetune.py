@@ -46,6 +46,43 @@ def inherited(path: str) -> dict[str, Any]:
     return shape | {"records": splitting_of(checkpoint).separator, "window_stages": 1}
 
 
+def _lacking(
+    config: TrainConfig, vocabulary: CharTokenizer, characters: set[str], added: list[str], is_first: bool
+) -> ConfigError:
+    """Return the refusal of a text with `characters`, of which the vocabulary would have to get those `added`.
+
+    is_first: whether the unknown symbol is among them.
+    """
+    listed = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in added[:MAX_LISTED])
+    more = f" and {len(added) - MAX_LISTED:,} more" if len(added) > MAX_LISTED else ""
+    it = choices = "it" if len(added) == 1 else "them"
+    unused = len(set(vocabulary.characters) - characters)
+    lacks = f"lacks {len(added):,} of the text's {len(characters):,} characters"
+    if is_first:
+        lacks = f"has no unknown symbol, U+FFFD, and lacks {plural(len(added), 'character')} with it"
+    elif vocabulary.unknown_id is not None:
+        choices += ", or --min-count N to leave those that occur fewer than N times to its unknown symbol"
+    return ConfigError(
+        f"the vocabulary of {config.init_from} {lacks}: {listed}{more}. Remove {it} from the text, or pass "
+        f"--extend-vocabulary to add {choices}. "
+        f"(Characters of the vocabulary absent from the text, which are kept: {unused:,})"
+    )
+
+
+def _extend(weights: dict[str, Tensor], count: int, seed: int) -> None:
+    """Add the rows of new characters to embedding and head.
+
+    Each new head row is the mean row. Its logit is the mean logit, which takes little probability from existing
+    characters. New embedding rows are sampled with the mean and variance of the existing ones, so that two new
+    characters differ from the start (Hewitt 2021).
+    """
+    embed, head = weights["embed.weight"], weights["head.weight"]
+    std, mean = torch.std_mean(embed, dim=0, correction=0)
+    drawn = torch.randn(count, embed.size(1), generator=torch.Generator().manual_seed(seed))
+    weights["embed.weight"] = torch.cat((embed, mean + std * drawn))
+    weights["head.weight"] = torch.cat((head, head.mean(dim=0).expand(count, -1)))
+
+
 def load_origin(config: TrainConfig, corpus: Corpus) -> Origin:
     """Return the checkpoint at `config.init_from`, adapted to the text of `corpus`, which is in the text's vocabulary.
 
@@ -76,30 +113,10 @@ def load_origin(config: TrainConfig, corpus: Corpus) -> Origin:
     is_first = bool(rare) and UNKNOWN not in vocabulary
     added = sorted(characters - set(vocabulary.characters) - rare | ({UNKNOWN} if is_first else set()))
     if added and not config.extend_vocabulary:
-        listed = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in added[:MAX_LISTED])
-        more = f" and {len(added) - MAX_LISTED:,} more" if len(added) > MAX_LISTED else ""
-        it = choices = "it" if len(added) == 1 else "them"
-        unused = len(set(vocabulary.characters) - characters)
-        lacks = f"lacks {len(added):,} of the text's {len(characters):,} characters"
-        if is_first:
-            lacks = f"has no unknown symbol, U+FFFD, and lacks {plural(len(added), 'character')} with it"
-        elif vocabulary.unknown_id is not None:
-            choices += ", or --min-count N to leave those that occur fewer than N times to its unknown symbol"
-        raise ConfigError(
-            f"the vocabulary of {config.init_from} {lacks}: {listed}{more}. Remove {it} from the text, or pass "
-            f"--extend-vocabulary to add {choices}. "
-            f"(Characters of the vocabulary absent from the text, which are kept: {unused:,})"
-        )
+        raise _lacking(config, vocabulary, characters, added, is_first)
     weights = checkpoint.load_model().state_dict()
     if added:
-        # Each new head row is the mean row. Its logit is the mean logit, which takes little probability from existing
-        # characters. New embedding rows are sampled with the mean and variance of the existing ones, so that two new
-        # characters differ from the start (Hewitt 2021).
-        embed, head = weights["embed.weight"], weights["head.weight"]
-        std, mean = torch.std_mean(embed, dim=0, correction=0)
-        drawn = torch.randn(len(added), embed.size(1), generator=torch.Generator().manual_seed(config.seed))
-        weights["embed.weight"] = torch.cat((embed, mean + std * drawn))
-        weights["head.weight"] = torch.cat((head, head.mean(dim=0).expand(len(added), -1)))
+        _extend(weights, len(added), config.seed)
     about = checkpoint.training
     lineage = {
         "path": config.init_from,

@@ -125,7 +125,7 @@ def splitting_of(checkpoint: Checkpoint) -> Splitting:
 def open_model(model: GPT, text: TextModel, slots: int, device: str = "cpu") -> Model:
     """Return a model that samples and scores texts as the service does. It has its own copy of the weights."""
     runner = checked_runner(model, slots=slots, threads=torch.get_num_threads(), device=device)
-    return Model(text, Engine(runner, max_waiting=MAX_ID, is_fair=False, step_seconds=STEP_SECONDS))
+    return Model(text, Engine(runner, max_waiting=MAX_ID, step_seconds=STEP_SECONDS))
 
 
 @contextlib.contextmanager

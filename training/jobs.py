@@ -136,17 +136,11 @@ def _new_run(
 
     Every check is made before an earlier run is removed.
     """
-    existing = sorted(path.name for path in out.iterdir())
-    if existing and not overwrite:
-        found, resuming = ", ".join(existing[:5]), "--resume to continue that run, " if "last" in existing else ""
-        raise ResumeError(f"{out} already contains {found}; pass {resuming}--overwrite to replace it, or another --out")
+    _refuse_folder(config, out, overwrite)
     corpus = _corpus_of(config)
     tokenizer, recoded, origin = corpus.tokenizer, corpus, None
     for note in corpus.notes:
         say(console, note)
-    for path in (*config.teachers, *([config.init_from] if config.init_from else [])):
-        if Path(path).resolve().is_relative_to(out.resolve()):
-            raise ConfigError(f"{path} is in {out}, which this run would replace; pass another --out")
     if config.init_from:
         origin = load_origin(config, corpus)
         say(console, describe_origin(config, origin, corpus))
@@ -172,11 +166,26 @@ def _new_run(
     resolved = resolve_auto(config, world.size)
     if config.teachers:
         Teachers(replace(config, **resolved), tokenizer)
+    _remove_run(out)
+    return config, resolved
+
+
+def _refuse_folder(config: TrainConfig, out: Path, overwrite: bool) -> None:
+    """Raise ResumeError or ConfigError if a new run may not replace what is in `out`."""
+    existing = sorted(path.name for path in out.iterdir())
+    if existing and not overwrite:
+        found, resuming = ", ".join(existing[:5]), "--resume to continue that run, " if "last" in existing else ""
+        raise ResumeError(f"{out} already contains {found}; pass {resuming}--overwrite to replace it, or another --out")
+    for path in (*config.teachers, *([config.init_from] if config.init_from else [])):
+        if Path(path).resolve().is_relative_to(out.resolve()):
+            raise ConfigError(f"{path} is in {out}, which this run would replace; pass another --out")
+
+
+def _remove_run(out: Path) -> None:
     for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):
         shutil.rmtree(out / name, ignore_errors=True)
     for name in ("log.jsonl", "loss.png", "report.html"):
         (out / name).unlink(missing_ok=True)
-    return config, resolved
 
 
 def _corpus_of(config: TrainConfig) -> Corpus:

@@ -79,7 +79,6 @@ class Engine:
     """Runs a model over as many sequences at once as the runner has slots.
 
     max_waiting: the limit of the queue.
-    is_fair: if False, all sequences count as one client's.
     step_seconds: the target time of a step. It bounds how long a prompt delays running streams, and how long a new
         request waits for the next step.
     """
@@ -89,14 +88,13 @@ class Engine:
         runner: Runner,
         *,
         max_waiting: int = 1024,
-        is_fair: bool = True,
         step_seconds: float = 0.004,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.config = runner.config
         self.clock = clock
         self.step_seconds = step_seconds
-        self.scheduler = Scheduler(runner.slots, max_waiting, runner.config, runner.piece, is_fair=is_fair)
+        self.scheduler = Scheduler(runner.slots, max_waiting, runner.config, runner.piece)
         self.runner = runner
         self.stats = StepStats(clock)  # statistics of the last step
         self._decode_cost = Cost(each=step_seconds)  # cost of one step, by rows; the first call has one step

@@ -35,12 +35,11 @@ class Client(Account):
 class FairQueue:
     """The waiting sequences of all clients; those of one client are in order of priority, then arrival.
 
-    Operations take O(log n), amortized, except `begin` with `only`. The queue forgets a client without sequences. If
-    is_fair is False, all sequences count as one client's.
+    Operations take O(log n), amortized, except `begin` with `only`. The queue forgets a client without sequences.
     """
 
-    def __init__(self, max_running: int, is_fair: bool = True):
-        self.max_running, self.is_fair = max_running, is_fair
+    def __init__(self, max_running: int):
+        self.max_running = max_running
         self.num_waiting = 0
         self.num_extra = 0  # of these, candidates of requests that were accepted before: they take nobody's place
         self._clients: dict[str, Client] = {}
@@ -56,7 +55,7 @@ class FairQueue:
         return self._clients.values()
 
     def add(self, sequence: Sequence) -> None:
-        name, weight = self.identity(sequence.request)
+        name, weight = sequence.request.client, sequence.request.weight
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = Client(name, weight, next(self._numbers))
@@ -132,18 +131,18 @@ class FairQueue:
 
     def is_below_share(self, request: Submit) -> bool:
         """Whether a new request's client then runs and waits with at most an equal part of `max_running`."""
-        client = self._clients.get(self.identity(request)[0])
+        client = self._clients.get(request.client)
         count = 1 if client is None else client.num_running + client.num_waiting + 1
         return count * (len(self._clients) + (client is None)) <= self.max_running
 
     def is_below_part(self, request: Submit, max_waiting: int) -> bool:
         """Whether the client of a new request has fewer waiting sequences than its part of `max_waiting`, by weight."""
-        num_waiting, weight = self.num_waiting_of(request), self.identity(request)[1]
+        num_waiting, weight = self.num_waiting_of(request), request.weight
         weights = sum(weight * count for (_, weight), count in self._lengths.items())
         return num_waiting < max_waiting * weight / (weights + (0.0 if num_waiting else weight)) - 1e-9
 
     def num_waiting_of(self, request: Submit) -> int:
-        client = self._clients.get(self.identity(request)[0])
+        client = self._clients.get(request.client)
         return client.num_waiting if client else 0
 
     def num_before(self, request: Submit) -> int:
@@ -157,15 +156,11 @@ class FairQueue:
 
     def client_of(self, sequence: Sequence) -> Client:
         """Return the client of a sequence that was not removed."""
-        return self._clients[self.identity(sequence.request)[0]]
+        return self._clients[sequence.request.client]
 
     def account(self, sequence: Sequence) -> Account | None:
         """Return the account of a sequence's client. None: it has no sequences any more."""
-        return self._clients.get(self.identity(sequence.request)[0])
-
-    def identity(self, request: Submit) -> tuple[str, float]:
-        """Return the name and weight of the client of a request."""
-        return (request.client, request.weight) if self.is_fair else ("", 1.0)
+        return self._clients.get(sequence.request.client)
 
     def _count_waiting(self, client: Client, change: int) -> None:
         before, client.num_waiting = client.num_waiting, client.num_waiting + change

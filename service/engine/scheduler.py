@@ -59,10 +59,9 @@ class Scheduler:
     Arrays are indexed by slot, so a decode step costs the same few array operations at any number of rows.
     """
 
-    def __init__(self, slots: int, max_waiting: int, config: GPTConfig, piece: int = 1, *, is_fair: bool = True):
+    def __init__(self, slots: int, max_waiting: int, config: GPTConfig, piece: int = 1):
         self.slots = self.max_running = slots
-        self.piece, self.is_fair = piece, is_fair
-        self.max_waiting = max_waiting
+        self.piece, self.max_waiting = piece, max_waiting
         self.by_slot: list[Sequence | None] = [None] * self.slots
         self.is_decoding = np.zeros(self.slots, dtype=bool)
         self.num_left = np.zeros(self.slots, dtype=np.int64)  # characters that a decoding sequence may still choose
@@ -72,7 +71,7 @@ class Scheduler:
         self.copying: list[tuple[Sequence, int, int]] = []
         self.num_guided = 0  # decoding sequences whose next choice depends on their last character
         self.contents = Contents(self.slots, config, piece)
-        self.queue = FairQueue(slots, is_fair)
+        self.queue = FairQueue(slots)
         self._free = dict.fromkeys(range(self.slots))  # free slots; the slot that was unused for longest is first
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
         self._turn = 1  # number of the next step that runs prompts

@@ -109,10 +109,7 @@ class EngineAPI(LitAPI):
         )  # fmt: skip
         if runner.backend == "cuda":
             logger.info("a GPU pays with many sequences at once; a lone text is expected to be faster on a CPU")
-        return Engine(
-            runner, max_waiting=settings.max_queued_requests,
-            is_fair=settings.fair_queueing, step_seconds=settings.step_seconds,
-        )  # fmt: skip
+        return Engine(runner, max_waiting=settings.max_queued_requests)
 
 
 class EngineLoop(LitLoop):

@@ -39,7 +39,6 @@ from service.text.errors import InvalidRequestError
 if TYPE_CHECKING:
     from service.http.tracing import Tracer
 
-ATTENTION = "/v1/attention"
 _EVENTS = (s.GenerateEvent, s.GenerateEnd)
 OPERATIONS = (
     Operation(
@@ -55,7 +54,7 @@ OPERATIONS = (
         "/v1/next", score.next_character, "next_character", "likelihood", s.NextAnswer, b.NextRequest, runs_model=True
     ),
     Operation(
-        ATTENTION, attention.attention, "attention", "likelihood", s.AttentionAnswer, b.AttentionRequest,
+        "/v1/attention", attention.attention, "attention", "likelihood", s.AttentionAnswer, b.AttentionRequest,
         runs_model=True,
     ),
     Operation("/tokenize", info.tokenize, "tokenize", "characters", s.TokenizeAnswer, b.TokenizeRequest),
@@ -73,6 +72,7 @@ OPERATIONS = (
 NAMES = {"api_keys": "API keys", "client_limits": "client limits", "certificate": "certificate"}  # in messages
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for a client that left
 EXPOSED_HEADERS = tuple(HEADERS)
+BODY_TIMEOUT_SECONDS = 30.0
 UNRESERVED_BYTES = 1 << 14  # a smaller body that arrives at once is not reserved by itself
 SAFE = frozenset((string.ascii_letters + string.digits + "-_.:").encode())  # in a request id
 MAX_ID_BYTES = 128
@@ -101,7 +101,7 @@ class App:
             self.files["client_limits"] = self.settings.client_limits, service.limits.reload
         self.router = Router(default=Endpoint(self, "other", {}), redirect_slashes=False)
         by_path: dict[str, list[Operation]] = {}
-        for operation in self.operations:
+        for operation in OPERATIONS:
             by_path.setdefault(operation.path, []).append(operation)
         for path, operations in by_path.items():
             self._add(path, operations)
@@ -141,16 +141,12 @@ class App:
         assert self.settings.api_keys_file is not None
         self.keys = read_api_keys(self.settings.api_keys_file)
 
-    @property
-    def operations(self) -> list[Operation]:
-        return [it for it in OPERATIONS if self.settings.attention or it.path != ATTENTION]
-
     def add_files(self) -> None:
         """Add the page, and the OpenAPI document for the models that are served now."""
         service = self.service
         model = service.default_model
         example = model.checkpoint.example_prompt
-        document = build_document(self.settings, model.tokenizer, self.operations, model.name, example)
+        document = build_document(self.settings, model.tokenizer, OPERATIONS, model.name, example)
         files = documentation(document) | page()
         if (root := self.settings.root_path) != "":  # the path of a proxy's prefix alone
             files[root] = files["/"]
@@ -307,10 +303,9 @@ class Endpoint:
 
     async def _read_body(self, request: Request) -> None:
         """Read the body, and reserve its memory as it arrives. Raises ApiError: it is too large, or took too long."""
-        limit, seconds = self.app.settings.max_body_bytes, self.app.settings.body_timeout_seconds
-        content = request.content
+        limit, content = self.app.settings.max_body_bytes, request.content
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
                 has_more = True
                 while has_more:
                     part, has_more = await request.receive()
@@ -321,4 +316,4 @@ class Endpoint:
                     if size > request.lease.bytes and (has_more or size > UNRESERVED_BYTES):
                         request.lease.hold(size)
         except TimeoutError:
-            raise ApiError(408, f"body not received within {seconds:g} s", code="body_timeout") from None
+            raise ApiError(408, f"body not received within {BODY_TIMEOUT_SECONDS:g} s", code="body_timeout") from None

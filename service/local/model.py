@@ -112,7 +112,7 @@ def load(
             raise
         warnings.warn(f"running on backend torch: {error}", stacklevel=2)
         runner = opened("torch")
-    return Model(TextModel.of(checkpoint), Engine(runner, max_waiting=MAX_ID, is_fair=False), checkpoint)
+    return Model(TextModel.of(checkpoint), Engine(runner, max_waiting=MAX_ID), checkpoint)
 
 
 class Model:

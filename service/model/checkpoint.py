@@ -24,7 +24,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
@@ -213,53 +213,16 @@ class Checkpoint:
             )
         if not os.path.isdir(path):
             raise CheckpointError(f"no checkpoint at {path}: not a folder")
-        file = path / MANIFEST
-        with _open(file) as (stream, size):
-            if size > _MAX_CONFIG_BYTES:
-                raise CheckpointError(f"{file}: must have at most {_MAX_CONFIG_BYTES:,} bytes, got {size:,}")
-            content = stream.read(size)
-        found = hashlib.sha256(content).hexdigest()
-        if digest not in (None, found):
-            raise CheckpointError(
-                f"{path}: the checkpoint was replaced: its manifest has SHA-256 {found}, expected {digest}"
-            )
-        manifest = _decode(file, content, _Manifest)
-        if manifest.format_version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{file}: format_version is {_short(manifest.format_version)}, this program reads {FORMAT_VERSION}"
-            )
-        files = manifest.files
-        for name in REQUIRED:
-            if name not in files:
-                raise CheckpointError(f"{file}: {name} is not listed")
-        for name in files:
-            if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
-                raise CheckpointError(
-                    f"{file}: lists {_short(name)}, but a name must be of another file in this folder, consist of "
-                    "letters, digits, '_', '-' and '.', and begin with a letter, digit or '_'"
-                )
+        files, found = _read_manifest(path, digest)
         # config.json comes first, because it limits the sizes of the other files.
         config = _parse_config(path / "config.json", _read(path, "config.json", files, _MAX_CONFIG_BYTES))
         weights, size = config.num_parameters, files[WEIGHTS].size
-        limits = dict.fromkeys(files, _MAX_JSON_BYTES + 64 * weights) | {
-            WEIGHTS: _max_header_bytes(config) + 8 * weights,
-            "tokenizer.json": (1 << 20) + 64 * config.vocab_size,  # an entry has at most 32 bytes
-            "tokenizer_config.json": _MAX_JSON_BYTES,
-            "training.json": _MAX_JSON_BYTES,
-            NGRAMS: MAX_BYTES,
-        }
         if size < 2 * weights:
             raise CheckpointError(f"{path / WEIGHTS}: config.json describes {weights:,} weights, got {size:,} bytes")
+        limits = _size_limits(files, config)
         tokenizer = _parse_tokenizer(path, _read(path, "tokenizer.json", files, limits["tokenizer.json"]), config)
-        file, data = path / "training.json", _read(path, "training.json", files, limits["training.json"])
-        probe = _decode(file, data, _Training).probe
-        if probe and not (
-            set(probe.text) <= {*tokenizer.characters} and len(probe.log_probabilities) == len(probe.text) - 1
-        ):
-            raise CheckpointError(
-                f"{file}: probe must have a text in the vocabulary, and a number for each character but the first"
-            )
-        training = _decode_object(file, data)
+        data = _read(path, "training.json", files, limits["training.json"])
+        training, probe = _parse_training(path / "training.json", data, tokenizer)
         for name in files.keys() - {"config.json", "tokenizer.json", "training.json"}:
             _read(path, name, files, limits[name], is_kept=False)
         return cls(path, config, tokenizer, training, found, files, probe)
@@ -526,6 +489,63 @@ def _parse_tokenizer(path: Path, data: bytes, config: GPTConfig) -> CharTokenize
         return CharTokenizer(sorted(vocab, key=vocab.__getitem__), has_unknown=model.unk_token == UNKNOWN)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
+
+
+def _read_manifest(path: Path, digest: str | None) -> tuple[Mapping[str, FileEntry], str]:
+    """Return the entries of a folder's manifest, and its SHA-256.
+
+    Raises:
+        CheckpointError: it is missing or malformed, the format is unsupported, or the digest is not the expected one.
+    """
+    file = path / MANIFEST
+    with _open(file) as (stream, size):
+        if size > _MAX_CONFIG_BYTES:
+            raise CheckpointError(f"{file}: must have at most {_MAX_CONFIG_BYTES:,} bytes, got {size:,}")
+        content = stream.read(size)
+    found = hashlib.sha256(content).hexdigest()
+    if digest not in (None, found):
+        raise CheckpointError(
+            f"{path}: the checkpoint was replaced: its manifest has SHA-256 {found}, expected {digest}"
+        )
+    manifest = _decode(file, content, _Manifest)
+    if manifest.format_version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{file}: format_version is {_short(manifest.format_version)}, this program reads {FORMAT_VERSION}"
+        )
+    for name in REQUIRED:
+        if name not in manifest.files:
+            raise CheckpointError(f"{file}: {name} is not listed")
+    for name in manifest.files:
+        if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+            raise CheckpointError(
+                f"{file}: lists {_short(name)}, but a name must be of another file in this folder, consist of "
+                "letters, digits, '_', '-' and '.', and begin with a letter, digit or '_'"
+            )
+    return manifest.files, found
+
+
+def _size_limits(files: Iterable[str], config: GPTConfig) -> dict[str, int]:
+    """Return the maximum bytes of each file but the manifest."""
+    weights = config.num_parameters
+    return dict.fromkeys(files, _MAX_JSON_BYTES + 64 * weights) | {
+        WEIGHTS: _max_header_bytes(config) + 8 * weights,
+        "tokenizer.json": (1 << 20) + 64 * config.vocab_size,  # an entry has at most 32 bytes
+        "tokenizer_config.json": _MAX_JSON_BYTES,
+        "training.json": _MAX_JSON_BYTES,
+        NGRAMS: MAX_BYTES,
+    }
+
+
+def _parse_training(file: Path, data: bytes, tokenizer: CharTokenizer) -> tuple[dict[str, Any], Probe | None]:
+    """Return training.json and the probe in it. Raises CheckpointError: malformed."""
+    probe = _decode(file, data, _Training).probe
+    if probe and not (
+        set(probe.text) <= {*tokenizer.characters} and len(probe.log_probabilities) == len(probe.text) - 1
+    ):
+        raise CheckpointError(
+            f"{file}: probe must have a text in the vocabulary, and a number for each character but the first"
+        )
+    return _decode_object(file, data), probe
 
 
 def _max_header_bytes(config: GPTConfig) -> int:

@@ -24,8 +24,7 @@ class Encoder:
         self.limits, self.model = limits, model
         self.tokenizer = model.tokenizer
         self.policy = request.unknown_characters or limits.unknown_characters
-        chosen = request.replacement_character or limits.replacement_character
-        self.replacement = chosen or self.tokenizer.replacement
+        self.replacement = request.replacement_character or self.tokenizer.replacement
         self.replaced = self.dropped = 0
 
     def encode(self, text: str, param: str, index: int | None = None) -> Work[list[int]]:

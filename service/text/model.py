@@ -8,7 +8,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import RECORD_SEPARATOR, CharTokenizer
 from service.text.patterns import PatternCompiler
 
-MAX_REGEX_CHARACTERS = 10_000  # the most that a server may allow
+MAX_REGEX_CHARACTERS = 10_000  # in Python; a server allows fewer
 
 
 class TextModel:

@@ -22,7 +22,7 @@ class Compiled(NamedTuple):
 
 
 class PatternCompiler:
-    """characters: of the vocabulary; max_regex_characters: limit of a regex, which a server sets."""
+    """characters: of the vocabulary; max_regex_characters: limit of a regex."""
 
     def __init__(self, characters: Sequence[str], max_regex_characters: int):
         self._characters = characters

@@ -126,8 +126,7 @@ class TextRequest(Body):
     """for characters absent from the vocabulary: refuse the request, replace them or drop them; the answer counts them.
     Default: the server's setting"""
     replacement_character: Character | None = field(None, " ")
-    """replacement for an unknown character. Default: the server's setting; without one, the vocabulary's unknown
-    symbol, else a space"""
+    """replacement for an unknown character. Default: the vocabulary's unknown symbol, else a space"""
 
 
 CONDITIONS = ("regex", "choice", "allowed_characters", "allowed_token_ids", "bad_words", "min_tokens")

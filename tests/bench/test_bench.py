@@ -1,4 +1,4 @@
-"""The benchmarks: what would publish a wrong figure if it were wrong, and three of them, tiny, from end to end."""
+"""The benchmarks: what would publish a wrong figure if it were wrong, and four of them, tiny, from end to end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from service.model.kv_cache import CacheRows, KVCache
-from tests.bench import engine, gpu, peers, report, roofline, serve, shapes, train
+from tests.bench import engine, gpu, peers, report, roofline, serve, shapes, shares, train
 from tests.bench.command import BenchError
 from tests.bench.nanogpt import NanoGPT, Recipe
 from tests.helpers import random_model
@@ -116,6 +116,20 @@ def test_tiny_benchmark_of_serving_gives_every_figure_but_the_peers(tmp_path):
         assert ways["with"][0]["p50"] > 0 and ways["without"][0]["copied"] == 0
     saved, text = json.loads((tmp_path / "out/serve.json").read_text()), (tmp_path / "out/serve.md").read_text()
     assert saved["path"] == path and "requests/s of one character" in text and "failed: engine" in text
+
+
+@pytest.mark.tools
+def test_tiny_benchmark_of_shares_measures_every_pair_of_clients(tmp_path):
+    args = SimpleNamespace(threads=1, seconds=0.5, runs=1, scored=40_000, states=16, out=tmp_path)
+    bench = shares.Bench(args)
+    bench.run()
+    assert not bench.results["errors"]
+    assert len(bench.results["pairs"]) == 9
+    for [run] in bench.results["pairs"].values():
+        assert min(run.values()) > 0
+    assert bench.results["weights"]["10"][0] > bench.results["weights"]["3"][0] > 1
+    text = (tmp_path / "shares.md").read_text()
+    assert "| 60 streams beside 0.04 MB of scoring | " in text and "| 10:1 | " in text
 
 
 @pytest.mark.tools

@@ -17,6 +17,7 @@ from tests.chaos import case
 from tests.chaos.case import SHORT, STOCK_HEALTH, Figure, Outcome, Plan, asking, compared, ours, tell
 from tests.chaos.client import CROWDS, LIVEZ, OTHER, Probe, ask, crowd
 from tests.helpers import RunningServer
+from tests.http.programs import changed
 from tests.toolbox.figures import quantile
 from tests.toolbox.http import post
 from tests.toolbox.load import Apart, Due, Reply
@@ -37,9 +38,8 @@ async def burst(plan: Plan, outcome: Outcome) -> None:
 
     for fresh, name in ((False, "open connections"), (True, "new connections")):
         # Room for the probe; and time, as connections that are silent for 8 s are closed.
-        async with ours(
-            outcome, max_connections=20_000, max_connections_per_address=0, header_timeout_seconds=60
-        ) as server:
+        patient = changed({"service.http.connection.guard.HEADER_TIMEOUT_SECONDS": 60.0})
+        async with ours(outcome, program=patient, max_connections=20_000, max_connections_per_address=0) as server:
             async with case.sampled(server, 0.05) as samples:
                 replies, figures = await come(server.port, LIVEZ, fresh, 60.0)
             for each in replies:

@@ -20,7 +20,7 @@ from tests.toolbox.largest import largest
 CLIENTS = [f"127.0.2.{number}" for number in range(1, 5)]
 LONGEST_MS = 60  # that another client's /livez may take
 LIMIT_MB = 352  # documented in service/OPERATIONS.md for all legal requests
-BODY_BYTES, REQUEST_BYTES = (Settings.model_fields[name].default for name in ("max_body_bytes", "max_request_bytes"))
+BODY_BYTES, REQUEST_BYTES = Settings().max_body_bytes, Settings().max_request_bytes
 ONE_MB = (REQUEST_BYTES + 20 * BODY_BYTES) / MB
 OTHER_MB = 16  # of connections, what allocators keep, buffers of the worker's first long prompt
 KEPT_MB = 130  # by Python, for small objects to come

@@ -28,7 +28,6 @@ from tests.toolbox.launch import Program
 from tests.toolbox.load import Reply
 
 STOCK_HANG_SECONDS = 10.0
-RESTARTS = 10_000
 
 
 async def asking_stock(server: Program, count: int, length: int) -> list[asyncio.Task[Reply]]:
@@ -70,7 +69,7 @@ async def kill_worker(plan: Plan, outcome: Outcome) -> None:
     outcome.did = f"the inference process is killed {kills} times, each time during 12 streams and 4 whole answers"
     recovery, counted, meanwhile = [], Counter[str](), Counter[str]()
     async with contextlib.AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(ours(outcome, max_restarts=RESTARTS)) for _ in range(3)]
+        servers = [await stack.enter_async_context(ours(outcome)) for _ in range(3)]
         expected = await case.texts(servers[0], bodies)
         with contextlib.ExitStack() as probing:
             probes = [probing.enter_context(Probe(server.port)) for server in servers]
@@ -111,9 +110,9 @@ async def kill_http(plan: Plan, outcome: Outcome) -> None:
     recovery: dict[int, list[float]] = {1: [], 2: []}
     counted: dict[int, Counter[str]] = {1: Counter(), 2: Counter()}
     async with (
-        ours(outcome, max_restarts=RESTARTS) as one,
-        ours(outcome, max_restarts=RESTARTS) as again,
-        ours(outcome, max_restarts=RESTARTS, http_processes=2) as two,
+        ours(outcome) as one,
+        ours(outcome) as again,
+        ours(outcome, http_processes=2) as two,
     ):
         expected = await case.texts(one, bodies)
         for i in range(2 * kills):

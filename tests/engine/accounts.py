@@ -48,17 +48,19 @@ class Timed(Runner):
 
 
 class Streams:
-    """A client with endless streams."""
+    """A client with endless streams. options: of Submit."""
 
-    def __init__(self, name, number, weight=1.0):
-        self.name, self.number, self.weight = name, number, weight
+    def __init__(self, name, number, weight=1.0, **options):
+        self.name, self.number, self.weight, self.options = name, number, weight, options
         self.characters, self.open, self.longest = 0, {}, 0.0
 
     def submit(self, engine, ids):
         for _ in range(self.number - len(self.open)):
             id = next(ids)
             self.open[id] = None  # no character yet
-            engine.submit(Submit(id, [0, 1], 10**6, SamplingParams(seed=id), client=self.name, weight=self.weight))
+            request = Submit(id, [0, 1], 10**6, SamplingParams(seed=id), client=self.name, **self.options)
+            request.weight = self.weight
+            engine.submit(request)
 
     def took(self, delta, now):
         self.characters += len(delta.ids)
@@ -94,9 +96,9 @@ class Texts:
 class Candidates(Texts):
     """A client that draws exact answers; a match is as rare as the pattern says."""
 
-    def __init__(self, name, pattern, weight=1.0):
+    def __init__(self, name, pattern, weight=1.0, characters=CHARACTERS):
         super().__init__(name, 40, weight, number=2 * SLOTS)
-        self.constraint = compile_regex(pattern, CHARACTERS).pack()
+        self.constraint = compile_regex(pattern, characters).pack()
 
     def submit(self, engine, ids):
         while len(self.open) < self.number:
@@ -112,14 +114,15 @@ class Candidates(Texts):
             self.open.remove(delta.id)
 
 
-def speeds(*clients, seconds=0.6, engine=None):
-    """Characters per second of each client, from a fifth of the time on."""
+def speeds(*clients, seconds=0.6, warm_up=0.12, engine=None, ids=None):
+    """Characters per second of each client, without the first `warm_up` seconds. ids: of the sequences, which are also
+    their seeds."""
     if engine is None:
         runner = Timed(SLOTS)
         engine = Engine(runner, clock=runner.clock, max_waiting=10**6)
-    clock, ids, counts = engine.clock, itertools.count(), None
+    clock, ids, counts = engine.clock, ids or itertools.count(), None
     began = clock()
-    until, counts_from = began + seconds, began + seconds / 5
+    until, counts_from = began + seconds, began + warm_up
     while clock() < until:
         for client in clients:
             client.submit(engine, ids)

@@ -91,7 +91,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
     """
     r = random.Random(seed)
     length = r.choice([1, 1, 3])  # of pieces, but for a prompt's last
-    scheduler = Scheduler(r.randint(1, 8), 20, CONFIG, length, is_fair=r.random() < 0.8)
+    scheduler = Scheduler(r.randint(1, 8), 20, CONFIG, length)
     cache = [[] for _ in range(scheduler.slots)]  # the ids whose keys each slot has seen
     groups = [""] * scheduler.slots
     ended, added, copied, moved = [], 0, 0, 0
@@ -443,17 +443,6 @@ def test_a_second_client_grows_to_its_part():
     assert sorted(running(scheduler).values()) == [5, 5, 6]
 
 
-def test_without_fair_queueing_all_clients_share_one_queue():
-    scheduler = Scheduler(1, 10, CONFIG, is_fair=False)
-    for id, (client, priority) in enumerate([("a", 0), ("a", 5), ("b", 7), ("a", 6), ("b", -1)]):
-        scheduler.add(sequence(id, client=client, priority=priority))
-    order = []
-    for _ in range(5):
-        order += started(scheduler)
-        scheduler.finish(order[-1], "abort")
-    assert order == [4, 0, 1, 3, 2]
-
-
 def test_newcomers_start_before_what_waits_of_a_flood():
     scheduler = fair(4)
     fill(scheduler, 100)
@@ -572,14 +561,12 @@ def test_many_sequences_of_many_clients_take_few_calls_each_and_leave_nothing_be
 # -- which prompts run --
 
 
-@pytest.mark.parametrize(("is_fair", "order"), [(True, [3, 2, 0, 4, 1]), (False, [0, 1, 2, 3, 4])])
-def test_clients_take_turns_and_the_shortest_prompt_is_first(is_fair, order):
+def test_clients_take_turns_and_the_shortest_prompt_is_first():
     scheduler = fair(8)
-    scheduler.queue.is_fair = is_fair
     for id, (client, prompt) in enumerate([("a", 9), ("a", 8), ("b", 6), ("c", 5), ("c", 2)]):
         scheduler.add(sequence(id, prompt=prompt, client=client))
     scheduler.schedule(0.0, 12)  # all start, none runs
-    assert [s.id for s in scheduler._in_order(1.0)] == order
+    assert [s.id for s in scheduler._in_order(1.0)] == [3, 2, 0, 4, 1]
 
 
 def test_who_waits_for_anothers_prompt_lends_it_its_place():

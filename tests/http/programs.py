@@ -1,4 +1,6 @@
-"""Variants of `python -m service` for tests: one that counts what it does, and one whose minutes do not pass."""
+"""Variants of `python -m service` for tests: one that counts what it does, one whose minutes do not pass, and others
+with constants of the test's own.
+"""
 
 BEGIN = """
 import os
@@ -89,3 +91,9 @@ ClientLimits.__init__.__defaults__ = (lambda: 1000.0,)
 COUNTING = ("-c", BEGIN + COUNTS + END)
 COUNTING_WITH_MIDDLEWARE = ("-c", BEGIN + COUNTS + ANSWERING + END)
 TIMELESS = ("-c", BEGIN + STILL + END)
+
+
+def changed(constants):
+    """constants: by full name, such as service.http.app.BODY_TIMEOUT_SECONDS; of the main and the HTTP processes."""
+    lines = [f"import {name.rpartition('.')[0]}\n{name} = {value!r}" for name, value in constants.items()]
+    return "-c", BEGIN + "\n".join(lines) + END

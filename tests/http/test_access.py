@@ -18,6 +18,7 @@ from service.http.app import EXPOSED_HEADERS
 from service.server import build_server
 from service.settings import Settings
 from tests.helpers import ENDLESS, RunningServer, http_processes, lasting, make_certificate, wait_until, web
+from tests.http.programs import changed
 from tests.toolbox.http import PATIENCE, answer, post, received, sent
 from tests.toolbox.needs import program
 
@@ -43,10 +44,11 @@ def keys_file(tmp_path_factory):
 def server(checkpoint, keys_file):
     settings = {
         "api_keys_file": keys_file, "public_metrics": "true", "cors_origins": f"http://localhost:3000,{ORIGIN}",
-        "root_path": "/chargpt", "body_timeout_seconds": 0.5, "request_timeout_seconds": 1000,
+        "root_path": "/chargpt", "request_timeout_seconds": 1000,
         "max_body_bytes": 100_000, "log_level": "debug",
     }  # fmt: skip
-    for server in lasting(checkpoint.path, **settings):
+    program = changed({"service.http.app.BODY_TIMEOUT_SECONDS": 0.5})
+    for server in lasting(checkpoint.path, program, **settings):
         yield server
         command_lines = " ".join(" ".join(process.cmdline()) for process in server.processes())
         assert not [key for key in KEYS if key in server.output() + command_lines]

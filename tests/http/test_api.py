@@ -17,6 +17,7 @@ import torch
 from service.http.connection.errors import ApiError
 from service.http.routes.stream import event
 from tests.helpers import ENDLESS, VOCABULARY, lasting, save_random, serving, web
+from tests.http.programs import changed
 from tests.toolbox.http import PATIENCE, events, pieces, sent, text_of
 from tests.toolbox.http import post as written
 from training.evaluate import streamed_loss
@@ -25,7 +26,8 @@ from training.evaluate import streamed_loss
 @pytest.fixture(scope="module")
 def server(checkpoint):
     """In float64, whose log-probabilities can be compared with transformers'."""
-    yield from lasting(checkpoint.path, dtype="float64", keep_alive_seconds=0.01, max_score_texts=3000)
+    program = changed({"service.http.routes.stream.KEEP_ALIVE_SECONDS": 0.01})
+    yield from lasting(checkpoint.path, program, dtype="float64")
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +235,7 @@ def test_invalid_score_requests_are_rejected_with_a_reason(client):
     assert "either" in rejection(client, "/v1/score")["message"]
     assert "either" in rejection(client, "/v1/score", texts=["a"], continuations=["b"])["message"]
     assert rejection(client, "/v1/score", texts=[])["param"] == "texts"
-    assert "must be in [1, 3000], got 3001" in rejection(client, "/v1/score", texts=["a"] * 3001)["message"]
+    assert "must be in [1, 10000], got 10001" in rejection(client, "/v1/score", texts=["a"] * 10_001)["message"]
     assert rejection(client, "/v1/score", texts=["ok", "é"])["message"].startswith("texts.1: character 'é' (U+00E9)")
     assert rejection(client, "/v1/score", prefix="é", continuations=["a"])["param"] == "prefix"
 
@@ -590,18 +592,13 @@ def test_no_cache_keeps_what_a_get_answers(client):
 
 @pytest.fixture(scope="module")
 def narrow(checkpoint):
-    """A server with one slot, without /v1/attention, and with other defaults for unknown characters and fields."""
-    options = {"unknown_characters": "replace", "replacement_character": "?", "strict_fields": True}
-    yield from lasting(checkpoint.path, max_running_requests=1, attention="false", **options)
+    """A server with one slot and another default for unknown characters."""
+    yield from lasting(checkpoint.path, max_running_requests=1, unknown_characters="replace")
 
 
-def test_settings_select_the_defaults_for_unknown_characters_and_fields(narrow):
-    body = {"prompt": "a", "max_tokens": 1, "user": "me"}
-    error = web.post(f"{narrow.url}/v1/completions", json=body).json()["error"]
-    assert error["message"].startswith("user: unknown field, refused because of the server's setting strict_fields")
-    assert web.post(f"{narrow.url}/v1/completions", json=body | {"strict": False}).status_code == 200
+def test_a_setting_selects_the_default_for_unknown_characters(narrow):
     answer = web.post(f"{narrow.url}/generate", json={"prompt": "\u00e9a", "max_tokens": 1, "echo": True}).json()
-    assert answer["choices"][0]["text"].startswith("?a")
+    assert answer["choices"][0]["text"].startswith(" a")
     assert answer["chargpt"]["replaced_characters"] == 1
     body = {"prompt": "\u00e9", "unknown_characters": "refuse"}
     assert web.post(f"{narrow.url}/generate", json=body).status_code == 400
@@ -630,12 +627,6 @@ def test_lower_priority_numbers_run_first(narrow):
         for job in jobs:
             job.result()
     assert started == [0, -3, 1, 5, 7]
-
-
-def test_attention_is_off_where_a_setting_says_so(narrow):
-    assert web.post(f"{narrow.url}/v1/attention", json={"text": "a"}).status_code == 404
-    assert "/v1/attention" not in web.get(f"{narrow.url}/openapi.json").json()["paths"]
-    assert web.get(f"{narrow.url}/info").json()["limits"]["max_attention_characters"] == 0
 
 
 def test_headers_match_the_receipt(client, checkpoint):

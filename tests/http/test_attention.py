@@ -68,7 +68,7 @@ def test_refusals_name_the_field(server, body, message):
 
 def test_its_memory_is_admitted_and_given_back(checkpoint, tmp_path):
     big = save_random(tmp_path / "big", block_size=128, n_head=16, n_kv_head=16, n_embd=64, n_layer=2)
-    with serving(big.path, max_request_bytes=10_000_000, max_held_bytes=1 << 25) as server:
+    with serving(big.path, max_held_bytes=40_000_000) as server:
         text = "a" * 128
         response = ask(server, text=text)
         assert response.status_code == 400

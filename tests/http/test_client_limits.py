@@ -362,7 +362,7 @@ def test_a_flood_does_not_delay_another_client_and_the_log_names_clients_and_nev
 
 def test_a_wait_that_is_too_long_is_refused_at_once(checkpoint):
     """The queue has room, but it moves by two requests per 0.4 s."""
-    with serving(checkpoint.path, max_running_requests=1, max_queue_seconds=1.5, fair_queueing="false") as server:
+    with serving(checkpoint.path, max_running_requests=1, max_queue_seconds=1.5) as server:
         slow = {"max_tokens": ENDLESS, "timeout_seconds": 0.4}
         for _ in range(3):  # shows the server how long a slot is taken
             assert generate(server, **slow).status_code == 504

@@ -20,7 +20,7 @@ from tests.http.programs import COUNTING
 from tests.toolbox.http import post, received, sent
 from tests.toolbox.largest import largest
 
-MAX_BODY_BYTES, MAX_REQUEST_BYTES, MAX_HELD_BYTES = 1 << 17, 2 << 20, 4 << 20
+MAX_BODY_BYTES, MAX_REQUEST_BYTES, MAX_HELD_BYTES = 1 << 17, 2 << 20, 8 << 20
 PARSING = 20  # times a body's size, beside what is held, while its fields are read: service/OPERATIONS.md
 OTHER_BYTES = 3_000_000  # of what is encoded and written at a time
 KEPT_BYTES = 150_000  # of caches
@@ -42,11 +42,7 @@ def server(checkpoint, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("\n".join(KEYS))
     keys.chmod(0o600)
-    limits = {
-        "max_body_bytes": MAX_BODY_BYTES,
-        "max_request_bytes": MAX_REQUEST_BYTES,
-        "max_held_bytes": MAX_HELD_BYTES,
-    }
+    limits = {"max_body_bytes": MAX_BODY_BYTES, "max_held_bytes": MAX_HELD_BYTES}
     with serving(checkpoint.path, COUNTING, api_keys_file=keys, log_level="error", **limits) as server:
         yield server
         assert server.output() == "", "below the level of the log"

@@ -249,7 +249,7 @@ def compare(streams, size=None):
     """The faults of the guard, each with its stream, which arrives in pieces of a size."""
 
     async def main():
-        settings = Settings(max_connections_per_address=0, max_header_bytes=1 << 16)
+        settings = Settings(max_connections_per_address=0)
         config = Config(app=application, ws="none", log_level="critical", access_log=False, lifespan="off")
         config.load()
         limits, faults = ConnectionLimits(settings), []

@@ -9,7 +9,9 @@ import warnings
 
 import pytest
 
+from service.http.connection.guard import MAX_HEADER_BYTES
 from tests.helpers import lasting
+from tests.http.programs import changed
 from tests.toolbox.http import post, received, sent
 
 with warnings.catch_warnings():
@@ -17,10 +19,10 @@ with warnings.catch_warnings():
     from httplint import HttpRequestLinter, HttpResponseLinter, levels
 
 KEY = "0123456789abcdef0123456789abcdef"
-SETTINGS = {
-    "max_header_bytes": 8192, "header_timeout_seconds": 1, "body_timeout_seconds": 1, "max_body_bytes": 1 << 16,
-    "cors_origins": "https://page.example",
-}  # fmt: skip
+SETTINGS = {"max_body_bytes": 1 << 16, "cors_origins": "https://page.example"}
+IMPATIENT = changed(
+    {"service.http.connection.guard.HEADER_TIMEOUT_SECONDS": 1.0, "service.http.app.BODY_TIMEOUT_SECONDS": 1.0}
+)
 HOST = b"Host: 127.0.0.1\r\nUser-Agent: a\r\nConnection: close\r\n"
 OWN = {"User_Agent": "a", "Connection": "close"}
 ACCEPTED = {
@@ -33,7 +35,7 @@ ACCEPTED = {
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    yield from lasting(checkpoint.path, **SETTINGS)
+    yield from lasting(checkpoint.path, IMPATIENT, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +79,8 @@ ANSWERS = {  # name -> (request, status)
     "too large": (post("/generate", b"x", Content_Length=1 << 20, **OWN), 413),
     "slow body": (post("/generate", b"x", Content_Length=2, **OWN), 408),
     "slow head": (get(b"/")[:-2], 408),
-    "large head": (get(b"/", b"GET", b"X: " + b"x" * 9000), 431),
-    "large target": (get(b"/" + b"x" * 9000), 414),
+    "large head": (get(b"/", b"GET", b"X: " + b"x" * MAX_HEADER_BYTES), 431),
+    "large target": (get(b"/" + b"x" * MAX_HEADER_BYTES), 414),
     "malformed": (get(b"/", b"GET", b"X : 1"), 400),
     "host": (get(b"/", b"GET", b"Host: b"), 400),
     "coding": (get(b"/", b"GET", b"Transfer-Encoding: gzip, chunked"), 501),

@@ -68,7 +68,7 @@ def ledger_of(**settings):
 
 
 def test_held_bytes_are_bounded_in_all_and_per_client():
-    ledger = ledger_of(max_held_bytes=32 * MiB, http_processes=2, max_request_bytes=3 * MiB, max_body_bytes=MiB)
+    ledger = ledger_of(max_held_bytes=32 * MiB, http_processes=2)
     assert (ledger.max_bytes, ledger.max_client_bytes) == (16 * MiB, 8 * MiB)
     first, second, third, fourth = (Lease(ledger, client) for client in "aabc")
     first.hold(5 * MiB)
@@ -92,8 +92,8 @@ def test_held_bytes_are_bounded_in_all_and_per_client():
 
 @pytest.fixture(scope="module")
 def server(slow):
-    """max_tokens · 24 bytes: a request may have 87,381 characters, one client half as much again."""
-    limits = {"max_request_bytes": 2 * MiB, "max_held_bytes": 6 * MiB, "max_body_bytes": 2 * MiB}
+    """max_tokens · 24 bytes: a request may have 87,381 characters, one client twice as many."""
+    limits = {"max_held_bytes": 8 * MiB, "max_body_bytes": 2 * MiB}
     with serving(slow.path, **limits, max_queued_requests=0, max_running_requests=8) as server:
         yield server
         server.wait_until_metric("chargpt_held_bytes", 0)
@@ -119,9 +119,9 @@ def test_a_request_that_may_need_too_much_memory_is_refused_for_good(server):
 def test_requests_beyond_the_memory_of_a_client_are_refused_for_now_and_all_is_released(server):
     server.wait_until_metric("chargpt_held_bytes", 0)
     before = server.metric("chargpt_admission_rejections_total", reason="overloaded")
-    body = {"prompt": "a", "max_tokens": 50_000, "stream": True}  # 1.2 MB; the client may hold 3 MiB
+    body = {"prompt": "a", "max_tokens": 70_000, "stream": True}  # 1.7 MB; the client may hold 4 MiB
     with sent(server.port, post("/generate", body)), sent(server.port, post("/generate", body)):
-        server.wait_until_metric("chargpt_held_bytes", 2 * (50_000 * 24 + 6032))
+        server.wait_until_metric("chargpt_held_bytes", 2 * (70_000 * 24 + 6032))
         refused = web.post(f"{server.url}/generate", json=body | {"n": 1})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["code"] == "overloaded"

@@ -14,8 +14,7 @@ from service.settings import Settings
 from tests.helpers import VOCABULARY, lasting, save_random, web
 
 REQUESTS = [operation.request for operation in OPERATIONS if operation.request is not None]
-LIMITS = {"max_tokens": 16, "max_prompts": 8, "max_score_texts": 50, "max_prompt_characters": 500}
-LIMITS |= {"max_regex_characters": 100}
+LIMITS = {"max_tokens": 16, "max_prompt_characters": 500}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def test_examples_match_their_schemas_and_the_vocabulary(tmp_path, characters):
     from openapi_spec_validator import OpenAPIV31SpecValidator
 
     tokenizer = save_random(tmp_path / "c", characters).tokenizer
-    options = {"checkpoint": tmp_path / "c", "max_tokens": 3, "max_prompts": 4, "model_name": "other"}
+    options = {"checkpoint": tmp_path / "c", "max_tokens": 3, "model_name": "other"}
     document = build_document(Settings(**options), tokenizer, OPERATIONS)
     OpenAPIV31SpecValidator(document).validate()
     assert len(json.dumps(document)) < 120_000
@@ -130,15 +129,15 @@ V = len(VOCABULARY)
 LIMITED = [  # by settings and checkpoint: a field, its bound, a value of a size, and other fields beside it
     ("prompt", 500, lambda n: "a" * n, {}),
     ("prompt", 500, lambda n: [1] * n, {}),
-    ("prompt", 8, lambda n: ["a"] * n, {}),
-    ("seed", 8, lambda n: [1] * n, {"prompt": ["a"] * 8}),
-    ("n", 8, int, {}),
-    ("best_of", 8, int, {}),
+    ("prompt", 128, lambda n: ["a"] * n, {}),
+    ("seed", 128, lambda n: [1] * n, {"prompt": ["a"] * 128}),
+    ("n", 128, int, {}),
+    ("best_of", 128, int, {}),
     ("max_tokens", 16, int, {}),
     ("min_tokens", 16, int, {"max_tokens": 16}),
     ("logprobs", V, int, {}),
-    ("regex", 100, lambda n: f"[{'a' * (n - 2)}]", {}),
-    ("stop_regex", 100, lambda n: f"[{'a' * (n - 2)}]", {}),
+    ("regex", 1000, lambda n: f"[{'a' * (n - 2)}]", {}),
+    ("stop_regex", 1000, lambda n: f"[{'a' * (n - 2)}]", {}),
     ("prompt", V - 1, lambda n: [n], {}),
     ("stop_token_ids", V - 1, lambda n: [n], {}),
     ("allowed_token_ids", V - 1, lambda n: [n], {}),
@@ -146,8 +145,8 @@ LIMITED = [  # by settings and checkpoint: a field, its bound, a value of a size
     ("logit_bias", V, lambda n: [[c, 0] for c in [*VOCABULARY, 0][:n]], {}),
     ("logit_bias", V, lambda n: dict.fromkeys([*VOCABULARY, "0"][:n], 0), {}),
     ("tokens", V - 1, lambda n: [n], {}),
-    ("texts", 50, lambda n: ["a"] * n, {}),
-    ("continuations", 50, lambda n: ["a"] * n, {}),
+    ("texts", 10_000, lambda n: ["a"] * n, {}),
+    ("continuations", 10_000, lambda n: ["a"] * n, {}),
     ("text", 8, lambda n: "a" * n, {}),
     ("layer", 1, int, {"text": "a"}),
     ("head", 3, int, {"text": "a"}),
@@ -167,11 +166,8 @@ def test_bounds_of_settings_and_checkpoint_are_enforced(server, name, bound, val
 
 
 def test_the_document_has_no_bounds_of_the_server(checkpoint):
-    limits = {"max_tokens": 3, "max_prompts": 5, "max_score_texts": 7, "max_prompt_characters": 9}
-    one, other = (
-        build_document(Settings(**options), checkpoint.tokenizer, OPERATIONS)
-        for options in ({}, limits | {"max_regex_characters": 17})
-    )
+    limits = {"max_tokens": 3, "max_prompt_characters": 9, "max_held_bytes": 1 << 20}
+    one, other = (build_document(Settings(**options), checkpoint.tokenizer, OPERATIONS) for options in ({}, limits))
     assert one == other
 
 

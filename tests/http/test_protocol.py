@@ -16,20 +16,24 @@ import pytest
 
 from service.http.connection.addresses import network_of
 from service.http.connection.guard import MAX_BODY_CHUNKS
+from service.http.connection.guard import MAX_HEADER_BYTES as HEADER_BYTES
 from service.http.connection.limits import LOOPBACK
 from tests.helpers import ENDLESS, http_processes, lasting, make_certificate, serving, wait_until, web
+from tests.http.programs import changed
 from tests.toolbox.http import PATIENCE, answer, pieces, post, received, sent
 from tests.toolbox.launch import Program, free_port
 
-HEADER_BYTES = 8192
-SETTINGS = {"max_header_bytes": HEADER_BYTES, "header_timeout_seconds": 1, "idle_connection_seconds": 1000}
 REJECTED = "chargpt_http_connections_rejected_total"
 GET = b"GET /livez HTTP/1.1\r\nHost: a\r\n"
 
 
+def with_header_timeout(seconds):
+    return changed({"service.http.connection.guard.HEADER_TIMEOUT_SECONDS": seconds})
+
+
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    yield from lasting(checkpoint.path, **SETTINGS)
+    yield from lasting(checkpoint.path, with_header_timeout(1.0), idle_connection_seconds=1000)
 
 
 def ask(server, data):
@@ -315,8 +319,8 @@ def status_of(port, address):
 @pytest.fixture(scope="module")
 def few(checkpoint):
     """Accepts 20 connections, which soon are idle for too long."""
-    settings = {"max_connections": 20, "max_connections_per_address": 0, "header_timeout_seconds": 1000}
-    yield from lasting(checkpoint.path, idle_connection_seconds=1, **settings)
+    settings = {"max_connections": 20, "max_connections_per_address": 0, "idle_connection_seconds": 1}
+    yield from lasting(checkpoint.path, with_header_timeout(1000.0), **settings)
 
 
 def test_connections_are_limited_in_all_and_probes_are_still_answered(few):
@@ -345,11 +349,11 @@ def test_one_network_counts_as_one_address():
     assert {network_of("::1"), network_of("127.0.0.1")} == LOOPBACK
 
 
-def limited(files, checkpoint, *flags):
+def limited(files, checkpoint, *flags, program=("-m", "service")):
     """A server that may open `files` files per process."""
     port = free_port()
     flags = ["--checkpoint", checkpoint.path, "--port", port, "--threads", 1, *flags]
-    command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "-", sys.executable, "-m", "service", *flags]
+    command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "-", sys.executable, *program, *flags]
     return Program(command, port, "/livez")
 
 
@@ -361,8 +365,8 @@ def test_too_low_a_limit_of_open_files_ends_the_program_with_one_line(checkpoint
 
 
 def test_a_flood_beyond_the_limit_of_open_files_passes(checkpoint):
-    flags = ["--header-timeout-seconds", 3, "--max-connections-per-address", 0]
-    with limited(256, checkpoint, *flags) as server, contextlib.ExitStack() as stack:
+    options, flags = {"program": with_header_timeout(3.0)}, ["--max-connections-per-address", 0]
+    with limited(256, checkpoint, *flags, **options) as server, contextlib.ExitStack() as stack:
         server.wait_until_ready()
         wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 200)
         assert "at most 64 per HTTP process instead of 10000, because the limit of open files is 256" in server.output()
@@ -390,8 +394,9 @@ def is_readable(connection):
 
 def test_connections_per_address_are_limited_in_each_http_process(checkpoint):
     """Each process has its part of the limit."""
-    settings = {"http_processes": 2, "max_connections_per_address": 6, "header_timeout_seconds": 1000, "host": "::"}
-    with serving(checkpoint.path, **settings) as server, contextlib.ExitStack() as stack:
+    settings = {"http_processes": 2, "max_connections_per_address": 6, "host": "::"}
+    program = with_header_timeout(1000.0)
+    with serving(checkpoint.path, program, **settings) as server, contextlib.ExitStack() as stack:
         flood = []
 
         def is_full():
@@ -408,10 +413,11 @@ def test_connections_per_address_are_limited_in_each_http_process(checkpoint):
 
 def test_tls_connections_have_the_same_limits(checkpoint, tmp_path, monkeypatch):
     certificate, key = make_certificate(tmp_path)
-    settings = {"tls_certificate": certificate, "tls_key": key, "header_timeout_seconds": 2, "max_connections": 20}
+    settings = {"tls_certificate": certificate, "tls_key": key, "max_connections": 20}
     context = ssl.create_default_context(cafile=certificate)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    with serving(checkpoint.path, **settings) as server, httpx.Client(verify=context) as server.client:
+    program = with_header_timeout(2.0)
+    with serving(checkpoint.path, program, **settings) as server, httpx.Client(verify=context) as server.client:
 
         def secure(address="127.0.0.2", data=b""):
             connection = context.wrap_socket(connect(server.port, address), server_hostname="127.0.0.1")

@@ -87,7 +87,7 @@ def collector():
 def server(checkpoint, collector):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
-        options = {"http_processes": 2, "max_queued_requests": 300, "max_prompts": 400}
+        options = {"http_processes": 2, "max_queued_requests": 60}
         yield from lasting(checkpoint.path, otlp_traces_endpoint=collector.url, **options)
 
 
@@ -216,7 +216,7 @@ def test_disconnect_is_a_finish_reason_and_not_an_error(server, collector):
         ({"prompt": "a", "max_tokens": ENDLESS, "timeout_seconds": 0.1}, 504, "timeout"),
         ({"prompt": "a", "max_tokens": ENDLESS, "stream": True}, 200, "timeout"),
         ({"prompt": "a", "temperature": -1}, 400, None),
-        ({"prompt": "a", "n": 400}, 429, None),
+        ({"prompt": "a", "n": 128}, 429, None),
     ],
 )
 def test_failures_are_marked_as_errors_and_rejections_are_not(server, collector, body, status, error):

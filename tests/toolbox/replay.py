@@ -36,7 +36,7 @@ THREADS = 4
 SETTINGS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {  # models, settings
     "texts": (("texts",), {"max_tokens": 16_384, "cors_origins": ORIGIN}),
     "records": (("records", "rare"), {"model_name": "records", "unknown_characters": "replace"}),
-    "blocks": (("blocks",), {"strict_fields": "true", "max_prompts": 8, "max_tokens": 200, "max_candidates": 500}),
+    "blocks": (("blocks",), {"max_tokens": 200, "max_prompt_characters": 2000}),
 }
 Answer = dict[str, Any]  # status, headers, body
 

@@ -37,6 +37,8 @@ _unheard.disabled = True
 
 PIECE_BYTES = 1024
 MAX_UNREAD_BYTES = 1 << 16  # beyond which the socket is not read
+MAX_HEADER_BYTES = 1 << 15  # of a request line and its headers
+HEADER_TIMEOUT_SECONDS = 8.0  # for these
 MAX_HEADERS = 100  # of a request, and as many trailers
 TURN_BYTES = 1 << 15  # parsed in a turn of the loop
 MAX_CHUNKS = 64  # of a body, likewise
@@ -104,7 +106,7 @@ class Connection(HttpToolsProtocol):
             self._discarded_bytes = MAX_DISCARDED_BYTES - MAX_UNREAD_BYTES  # there may be many of these
             self._refuse(refused)
             return
-        self._set_timer(self._settings.header_timeout_seconds, self._head_timed_out)
+        self._set_timer(HEADER_TIMEOUT_SECONDS, self._head_timed_out)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -129,7 +131,7 @@ class Connection(HttpToolsProtocol):
 
     def _head_timed_out(self) -> None:
         if self._num_bytes or self.cycle is not None:
-            message = f"headers not received within {self._settings.header_timeout_seconds:g} s"
+            message = f"headers not received within {HEADER_TIMEOUT_SECONDS:g} s"
             self._refuse(RefusedRequest(ApiError(408, message, code="header_timeout"), "header_timeout"))
         else:  # nothing has arrived
             self._limits.count_rejection("silent")
@@ -211,7 +213,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._num_chunks = 0
             while start < min(len(data), TURN_BYTES) and self._may_read and self._num_chunks < MAX_CHUNKS:
-                end = start + min(PIECE_BYTES, self._settings.max_header_bytes - self._num_bytes)
+                end = start + min(PIECE_BYTES, MAX_HEADER_BYTES - self._num_bytes)
                 start += self._feed(data[start:end])
         except RefusedRequest as refused:
             self._refuse(refused)
@@ -220,7 +222,7 @@ class Connection(HttpToolsProtocol):
         if start >= TURN_BYTES or self._num_chunks >= MAX_CHUNKS:
             self.go_on()
         if self._is_in_head and self._timer is None and self._may_read:
-            self._set_timer(self._settings.header_timeout_seconds, self._head_timed_out)
+            self._set_timer(HEADER_TIMEOUT_SECONDS, self._head_timed_out)
         self._pause_if_full()
 
     def _pause_if_full(self) -> None:
@@ -243,9 +245,9 @@ class Connection(HttpToolsProtocol):
         except HttpParserError as error:
             raise _refusal(error) from None
         self._num_bytes = 0 if self._has_progressed else self._num_bytes + size
-        if self._num_bytes >= self._settings.max_header_bytes:
+        if self._num_bytes >= MAX_HEADER_BYTES:
             status = 414 if self._is_in_head and len(self.url or b"") > self._num_bytes // 2 else 431
-            message = f"request line and headers must have at most {self._settings.max_header_bytes} bytes"
+            message = f"request line and headers must have at most {MAX_HEADER_BYTES} bytes"
             raise RefusedRequest(ApiError(status, message, code="headers_too_large"), "headers_too_large")
         return size
 

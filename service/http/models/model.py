@@ -9,6 +9,8 @@ from service.observe.metrics import ModelMetrics
 from service.text.encoding import Encoder
 from service.text.model import TextModel
 
+MAX_REGEX_CHARACTERS = 1000
+
 
 class Model(TextModel):
     """A version of a checkpoint. A request that has chosen it keeps it until its end.
@@ -18,14 +20,12 @@ class Model(TextModel):
 
     metrics: ModelMetrics
 
-    def __init__(
-        self, version: Version, checkpoint: Checkpoint, row: int, max_regex_characters: int, thread: PatternThread
-    ):
+    def __init__(self, version: Version, checkpoint: Checkpoint, row: int, thread: PatternThread):
         super().__init__(
             checkpoint.tokenizer,
             checkpoint.record_end_character,
             checkpoint.config.receptive_field,
-            max_regex_characters,
+            MAX_REGEX_CHARACTERS,
         )
         self.checkpoint = checkpoint
         self.id, self.name, self.digest, self.row = version.id, version.name, version.digest, row

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from service.http.schema.answers import AttentionAnswer, HeadAttention
 from service.http.schema.requests import AttentionRequest
 from service.model.attention import LayerAttention, attention_layers, logits_of
 from service.model.checkpoint import WEIGHTS
+from service.model.config import GPTConfig
 from service.text.encoding import Encoder, begun
 from service.text.errors import invalid
 from service.text.requests import MAX_ATTENTION_CHARACTERS
@@ -32,6 +34,7 @@ from service.text.requests import MAX_ATTENTION_CHARACTERS
 MAX_WEIGHT_BYTES = 128 << 20  # limit of a checkpoint's file, because this process keeps the weights of one model
 NUMBER_BYTES = 8
 
+Weights = dict[str, np.ndarray]
 Found = list[tuple[int, int, LayerAttention]]  # layer, head, its scores and weights (T, T)
 
 
@@ -51,17 +54,8 @@ async def attention(service: Service, request: Request) -> None:
     `values`, also what these mix: row t of `weights` times `values` is the head's output at character t.
     """
     body, model = await service.read(AttentionRequest, request)
-    config = model.checkpoint.config
-    limit = max_characters(model)
-    if not limit:
-        message = f"checkpoints must have at most {MAX_WEIGHT_BYTES} bytes of weights for this route"
-        raise invalid("model", f"{message}, got {model.checkpoint.files[WEIGHTS].size}")
-    if len(body.text) > limit:
-        raise invalid("text", f"at most {limit} characters, got {len(body.text)}")
-    for param, number, count in ("layer", body.layer, config.n_layer), ("head", body.head, config.n_head):
-        if number is not None and number >= count:
-            raise invalid(param, f"must be in [0, {count - 1}], got {number}")
-    encoder = Encoder(service.text_limits, model, body)
+    config, encoder = model.checkpoint.config, Encoder(service.text_limits, model, body)
+    limit = _check(body, model)
     ids = await service.run(request, encoder.encode(body.text, "text"))
     if model.record_end is not None:
         ids = begun(model, ids, "text")
@@ -77,42 +71,16 @@ async def attention(service: Service, request: Request) -> None:
         raise invalid("layer", f"{message}: choose one, or shorten the text")
     request.lease.take(needed, len(ids))
 
-    seconds = service.timeout(body.timeout_seconds)
-    deadline = request.arrived_at + seconds
-
-    def compute(weights: dict[str, np.ndarray]) -> Found:  # in a thread
-        found: Found = []
-        for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):
-            if request.is_gone or time.monotonic() >= deadline:
-                break
-            for head in heads if layer in layers else ():  # copied, because a view would keep all heads
-                scores = of_layer.scores[head].copy() if body.scores else np.empty(0)
-                of_head = LayerAttention(scores, of_layer.weights[head].copy(), of_layer.values[head].copy())
-                found.append((layer, head, of_head))
-        return found
-
-    async def run() -> Found:
-        async with service.attention_turn:
-            request.lease.spend()
-            weights = await _weights(service, model)
-            return await asyncio.to_thread(compute, weights)
-
     if service.attention_places.locked():
         model.metrics.request_rejected("queue_full")
         message = f"{MAX_ATTENTION_TEXTS} texts already wait for their attention weights: retry later"
         raise ApiError(429, message, code="queue_full", retry_after_seconds=1)
-    async with service.attention_places:  # takes a place at once
-        model.count_unknown(encoder)
-        request.num_prompt_tokens = len(ids)
-        future = request.future = asyncio.create_task(run())
-        await asyncio.wait([future], timeout=deadline - time.monotonic())
-    if request.is_gone:
+    model.count_unknown(encoder)
+    request.num_prompt_tokens = len(ids)
+    compute = functools.partial(_compute, config, ids, layers, heads, body.scores)
+    found = await _in_turn(service, request, model, compute)
+    if found is None:
         return
-    if not future.done() or time.monotonic() >= deadline:
-        future.cancel()
-        message = f"the request took longer than {seconds:g} s, {service.timeout_name(request)}"
-        raise ApiError(504, message, code="timeout")
-    found: Found = future.result()
     data: Any = list_parts([_head(*of_head, body.scores, body.values)] for of_head in found)
     answer: AttentionAnswer = {
         "id": request.id,
@@ -129,13 +97,72 @@ async def attention(service: Service, request: Request) -> None:
     await send_json(request, json_parts(answer))
 
 
-async def _weights(service: Service, model: Model) -> dict[str, np.ndarray]:
+def _check(body: AttentionRequest, model: Model) -> int:
+    """Return the limit of characters. Raises InvalidRequestError: no weights are given for this text and model."""
+    config, limit = model.checkpoint.config, max_characters(model)
+    if not limit:
+        message = f"checkpoints must have at most {MAX_WEIGHT_BYTES} bytes of weights for this route"
+        raise invalid("model", f"{message}, got {model.checkpoint.files[WEIGHTS].size}")
+    if len(body.text) > limit:
+        raise invalid("text", f"at most {limit} characters, got {len(body.text)}")
+    for param, number, count in ("layer", body.layer, config.n_layer), ("head", body.head, config.n_head):
+        if number is not None and number >= count:
+            raise invalid(param, f"must be in [0, {count - 1}], got {number}")
+    return limit
+
+
+def _compute(
+    config: GPTConfig, ids: list[int], layers: Sequence[int], heads: Sequence[int], with_scores: bool,
+    weights: Weights, is_over: Callable[[], bool],
+) -> Found:  # fmt: skip
+    """Compute the heads of the layers, until `is_over`."""
+    found: Found = []
+    for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):
+        if is_over():
+            break
+        for head in heads if layer in layers else ():  # copied, because a view would keep all heads
+            scores = of_layer.scores[head].copy() if with_scores else np.empty(0)
+            of_head = LayerAttention(scores, of_layer.weights[head].copy(), of_layer.values[head].copy())
+            found.append((layer, head, of_head))
+    return found
+
+
+async def _in_turn(
+    service: Service, request: Request, model: Model, compute: Callable[[Weights, Callable[[], bool]], Found]
+) -> Found | None:
+    """Run `compute` in a thread when it is this request's turn. There must be a place. None: the client has left.
+
+    Raises ApiError: 504, the time is over.
+    """
+    seconds = service.timeout(request.timeout_seconds)
+    deadline = request.arrived_at + seconds
+
+    async def run() -> Found:
+        async with service.attention_turn:
+            request.lease.spend()
+            weights = await _weights(service, model)
+            return await asyncio.to_thread(compute, weights, lambda: request.is_gone or time.monotonic() >= deadline)
+
+    async with service.attention_places:  # takes a place at once
+        future = request.future = asyncio.create_task(run())
+        await asyncio.wait([future], timeout=deadline - time.monotonic())
+    if request.is_gone:
+        return None
+    if not future.done() or time.monotonic() >= deadline:
+        future.cancel()
+        message = f"the request took longer than {seconds:g} s, {service.timeout_name(request)}"
+        raise ApiError(504, message, code="timeout")
+    found: Found = future.result()
+    return found
+
+
+async def _weights(service: Service, model: Model) -> Weights:
     """Return the weights of a model. Called for one text at a time.
 
     Raises InvalidRequestError: the model was trained with a changed gpt.py.
     """
 
-    def load() -> dict[str, np.ndarray] | None:
+    def load() -> Weights | None:
         found = model.checkpoint.load_weights()
         forward = functools.partial(logits_of, found, model.checkpoint.config)
         return found if model.checkpoint.is_computed_by(forward) else None

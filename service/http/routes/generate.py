@@ -47,6 +47,6 @@ async def _answer(service: Service, request: Request, kind: type[StreamedRequest
             request, planned.submits, echo=planned.echo, exact=exact, interval=interval if is_stream else None
         )
     if is_stream:
-        await write_stream(request, pieces, form, service.settings.keep_alive_seconds)
+        await write_stream(request, pieces, form)
     else:
         await write_whole(request, pieces, form)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 
 from service import release
 from service.http.connection.turns import Pause
-from service.http.models.model import Model
+from service.http.models.model import MAX_REGEX_CHARACTERS, Model
 from service.http.routes.attention import max_characters
 from service.http.routes.json_parts import json_parts, list_parts, sliced, text_parts
 from service.http.routes.request import JSON, NO_STORE, Request
@@ -116,11 +117,13 @@ async def model(service: Service, request: Request) -> None:
 async def info(service: Service, request: Request) -> None:
     """Describe what is served: the checkpoint, its losses, limits, backend, devices and versions."""
     settings, model = service.settings, service.find(request.query_model)
-    others = {
+    own = {
+        "max_regex_characters": MAX_REGEX_CHARACTERS,
         "max_running_requests": service.slots,
-        "max_attention_characters": max_characters(model) if settings.attention else 0,
+        "max_attention_characters": max_characters(model),
     }
-    limits: Any = {name: others.get(name, getattr(settings, name, None)) for name in s.Limits.__annotations__}
+    own |= dataclasses.asdict(service.text_limits)
+    limits: Any = {name: own[name] if name in own else getattr(settings, name) for name in s.Limits.__annotations__}
     answer: s.Info = {
         "model": {
             "name": model.name,

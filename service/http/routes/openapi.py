@@ -162,14 +162,7 @@ def build_document(
     """
     operations, model = list(operations), model or settings.model_name
     requests = [it.request for it in operations if it.request is not None]
-    answers = [type for it in operations for type in (it.answer, *it.events) if type is not None]
-    modes: list[tuple[type[Any], JsonSchemaMode]] = [(request, "validation") for request in requests]
-    modes += [(answer, "serialization") for answer in dict.fromkeys([*answers, Error])]
-    schemas = TypeAdapter.json_schemas(
-        [(type.__name__, mode, TypeAdapter(type)) for type, mode in modes],
-        ref_template=_ref("schemas", "{model}")["$ref"],
-        schema_generator=_Schemas,
-    )[1]["$defs"]
+    schemas = _schemas_of(requests, [type for it in operations for type in (it.answer, *it.events) if type is not None])
     for request in requests:
         schema = schemas[request.__name__]
         schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: item[0] != "prompt"))
@@ -193,27 +186,44 @@ def build_document(
         "servers": [{"url": settings.root_path or "/"}],
         "tags": [{"name": name, "description": description} for name, description in TAGS.items()],
         "paths": paths,
-        "components": {
-            "schemas": dict(sorted(schemas.items())),
-            "responses": {
-                f"Status{status}": _response(meaning, _json("Error"), *_ERROR_HEADERS.get(status, ()))
-                for status, meaning in FAILURES.items()
-            },
-            "headers": {
-                name: {"description": description, "schema": schema, "required": name == "X-Request-Id"}
-                for name, (description, schema) in HEADERS.items()
-            },
-            "parameters": {
-                "X-Request-Id": {
-                    "name": "X-Request-Id",
-                    "in": "header",
-                    "description": "an id for the request, repeated in the answer: up to 128 letters, digits and "
-                    "-_.:; anything else is replaced by a new id",
-                    "schema": {"type": "string", "examples": ["my-id.1"]},
-                }
-            },
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "An API key, if required"}},
+        "components": _components(schemas),
+    }
+
+
+def _schemas_of(requests: list[type[Any]], answers: list[type[Any]]) -> dict[str, Any]:
+    """Return the JSON Schemas of bodies, answers and everything in them, by name."""
+    modes: list[tuple[type[Any], JsonSchemaMode]] = [(request, "validation") for request in requests]
+    modes += [(answer, "serialization") for answer in dict.fromkeys([*answers, Error])]
+    schemas: dict[str, Any] = TypeAdapter.json_schemas(
+        [(type.__name__, mode, TypeAdapter(type)) for type, mode in modes],
+        ref_template=_ref("schemas", "{model}")["$ref"],
+        schema_generator=_Schemas,
+    )[1]["$defs"]
+    return schemas
+
+
+def _components(schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return what the operations refer to."""
+    return {
+        "schemas": dict(sorted(schemas.items())),
+        "responses": {
+            f"Status{status}": _response(meaning, _json("Error"), *_ERROR_HEADERS.get(status, ()))
+            for status, meaning in FAILURES.items()
         },
+        "headers": {
+            name: {"description": description, "schema": schema, "required": name == "X-Request-Id"}
+            for name, (description, schema) in HEADERS.items()
+        },
+        "parameters": {
+            "X-Request-Id": {
+                "name": "X-Request-Id",
+                "in": "header",
+                "description": "an id for the request, repeated in the answer: up to 128 letters, digits and "
+                "-_.:; anything else is replaced by a new id",
+                "schema": {"type": "string", "examples": ["my-id.1"]},
+            }
+        },
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "An API key, if required"}},
     }
 
 
@@ -224,25 +234,13 @@ def _ref(kind: str, name: str) -> dict[str, str]:
 def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings, model: str) -> dict[str, Any]:
     is_public = operation.is_public(settings)
     security: list[dict[str, Any]] = [{"key": []}] if settings.api_keys else [{}, {"key": []}]
-    content: dict[str, Any] = {} if operation.answer is None else _json(operation.answer.__name__)
-    if operation.events:
-        content["text/event-stream"] = _event_stream(operation.events)
-    headers: tuple[str, ...] = ("X-Ignored-Fields",) if operation.request is not None else ()
-    if operation.runs_model:
-        headers = tuple(name for name in HEADERS if name not in ("X-Request-Id", "Retry-After", "X-Should-Retry"))
-    content = content or {"text/plain": {"schema": {"type": "string"}}}
-    responses: dict[str, dict[str, Any]] = {"200": _response("The answer.", content, *headers)}
-    is_limited = settings.client_limits is not None and not operation.is_quiet
-    failures = {500, *operation.failures, *(BODY if operation.request else ()), *(RUN if operation.runs_model else ())}
-    failures |= (set() if is_public else {401}) | ({429} if is_limited else set())
-    responses |= {str(status): _ref("responses", f"Status{status}") for status in failures}
     summary, _, description = inspect.cleandoc(operation.handler.__doc__ or "").partition("\n\n")
     described: dict[str, Any] = {
         "tags": [operation.tag],
         "operationId": operation.name,
         "summary": summary.replace("\n", " ").removesuffix("."),
         "parameters": [_ref("parameters", "X-Request-Id")],
-        "responses": responses,
+        "responses": _responses(operation, settings),
         "security": [] if is_public else security,
     }
     if description:
@@ -255,11 +253,29 @@ def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings
         described["parameters"].append(
             {"name": "model", "in": "path", "required": True, "description": "name of the model", "schema": schema}
         )
+    return described
+
+
+def _responses(operation: Operation, settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return the answer and the failures of an operation, by status."""
+    content: dict[str, Any] = {} if operation.answer is None else _json(operation.answer.__name__)
+    if operation.events:
+        content["text/event-stream"] = _event_stream(operation.events)
+    content = content or {"text/plain": {"schema": {"type": "string"}}}
+    headers: tuple[str, ...] = ("X-Ignored-Fields",) if operation.request is not None else ()
+    if operation.runs_model:
+        headers = tuple(name for name in HEADERS if name not in ("X-Request-Id", "Retry-After", "X-Should-Retry"))
+    failures = {500, *operation.failures, *(BODY if operation.request else ()), *(RUN if operation.runs_model else ())}
+    if not operation.is_public(settings):
+        failures.add(401)
+    if settings.client_limits is not None and not operation.is_quiet:
+        failures.add(429)
+    responses = {str(status): _ref("responses", f"Status{status}") for status in failures}
+    responses["200"] = _response("The answer.", content, *headers)
     if operation.is_probe:
         meaning = "The main process hangs." if operation.path == "/livez" else "Requests are not accepted."
         responses["503"] = _response(meaning, content)
-    described["responses"] = dict(sorted(responses.items()))
-    return described
+    return dict(sorted(responses.items()))
 
 
 def _event_stream(events: tuple[type[Any], ...]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from service.http.routes.service import Service
 from service.http.routes.stream import receipt_headers, send_json
 from service.http.schema.answers import Next, NextAnswer, NextCharacter, Score, ScoreAnswer, usage
 from service.http.schema.requests import NextRequest, ScoreRequest
+from service.http.workers.sequences import Generation
 from service.text.encoding import Encoder
 from service.text.scores import (
+    ScorePlan,
     TextScore,
     distribution_of,
     entropy_of,
@@ -47,12 +49,7 @@ async def score(service: Service, request: Request) -> None:
     generation = service.start(request, planned.submits, window=window) if planned.submits else None
     model.count_unknown(encoder)
 
-    logprobs = [Logprobs()] * len(planned.lengths)
-    if generation is not None:
-        await generation.whole()
-        for number, i in enumerate(planned.order):
-            logprobs[i] = generation.prompt_logprobs(number)
-            await pause.if_due()
+    logprobs = await _logprobs(generation, planned, pause)
     scores = list(map(_score, itertools.count(), await service.run(request, scores_of(logprobs))))
     if encoder.policy != "refuse" or model.tokenizer.unknown_id is not None:
         for item in scores:
@@ -60,15 +57,7 @@ async def score(service: Service, request: Request) -> None:
     if is_ranking:
         for item, rank in zip(scores, ranks([item["nats"] for item in scores]), strict=True):
             item["rank"] = rank
-
-    def complete(item: Score) -> list[Score]:
-        if shows_characters:
-            has_first = bool(not planned.before and planned.lengths[item["index"]])  # nothing precedes it
-            nats: Any = list_parts(_character_nats(logprobs[item["index"]], has_first))
-            item["character_nats"] = nats
-        return [item]
-
-    data: Any = list_parts(map(complete, scores))
+    data: Any = list_parts([it] for it in (_with_nats(scores, planned, logprobs) if shows_characters else scores))
     answer: ScoreAnswer = {
         "id": request.id,
         "model": model.name,
@@ -81,6 +70,26 @@ async def score(service: Service, request: Request) -> None:
         answer["chargpt"] = service.receipt(model, encoder, generation.timing)
         headers = receipt_headers(answer["chargpt"])
     await send_json(request, json_parts(answer), headers)
+
+
+async def _logprobs(generation: Generation | None, planned: ScorePlan, pause: Pause) -> list[Logprobs]:
+    """Return those of each text, none for a text without scored characters."""
+    logprobs = [Logprobs()] * len(planned.lengths)
+    if generation is not None:
+        await generation.whole()
+        for number, i in enumerate(planned.order):
+            logprobs[i] = generation.prompt_logprobs(number)
+            await pause.if_due()
+    return logprobs
+
+
+def _with_nats(scores: list[Score], planned: ScorePlan, logprobs: list[Logprobs]) -> Iterator[Score]:
+    """Add the nats of each character to one score after the other, when it is written."""
+    for item in scores:
+        has_first = bool(not planned.before and planned.lengths[item["index"]])  # nothing precedes it
+        nats: Any = list_parts(_character_nats(logprobs[item["index"]], has_first))
+        item["character_nats"] = nats
+        yield item
 
 
 def _score(index: int, found: TextScore) -> Score:

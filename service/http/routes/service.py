@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Iterable, Mapping
 from random import Random
 from typing import Any, TypeVar
@@ -39,6 +38,8 @@ from service.wire import Submit
 
 AnyServerRequest = TypeVar("AnyServerRequest", bound=ServerRequest)
 
+MAX_PROMPTS = 128  # sequences of a request: prompts × n or best_of
+MAX_SCORE_TEXTS = 10_000  # of a request of /v1/score
 SMALL_BODY_BYTES = 1 << 12  # fields of a smaller body are not reserved unless the request waits
 MAX_ATTENTION_TEXTS = 8  # that wait for /v1/attention or run in it
 
@@ -73,7 +74,13 @@ class Service:
         self.attention_weights: WeakKeyDictionary[Model, dict[str, np.ndarray] | None] = WeakKeyDictionary()
         self.serve(listing, checkpoints)
         self.limits = ClientLimits(settings)
-        self.text_limits = Limits(**{it.name: getattr(settings, it.name) for it in dataclasses.fields(Limits)})
+        self.text_limits = Limits(
+            max_prompts=MAX_PROMPTS,
+            max_score_texts=MAX_SCORE_TEXTS,
+            max_prompt_characters=settings.max_prompt_characters,
+            max_tokens=settings.max_tokens,
+            unknown_characters=settings.unknown_characters,
+        )
         self.ledger = Ledger(settings, self.limits, state)
         self.exposition = Exposition(
             settings.model_name,
@@ -96,9 +103,8 @@ class Service:
         known = {model.id: model for model in self.models.values()}
         for version in listing.serve:
             if version.id not in known:
-                row, limit = listing.rows[version.name], self.settings.max_regex_characters
-                model = Model(version, checkpoints[version.id], row, limit, self._patterns)
-                known[version.id] = model
+                row = listing.rows[version.name]
+                known[version.id] = Model(version, checkpoints[version.id], row, self._patterns)
         self.listing, self.models = listing, {version.name: known[version.id] for version in listing.serve}
         if self.metrics is not None:
             self.client.num_models = len(self.models)
@@ -149,11 +155,10 @@ class Service:
         if request.num_body_bytes > SMALL_BODY_BYTES:
             self.hold(request, body)
         request.ignored_fields = body.ignored_fields
-        if body.ignored_fields and (self.settings.strict_fields if body.strict is None else body.strict):
+        if body.ignored_fields and body.strict:
             name, known = body.ignored_fields[0], ", ".join(type(body).model_fields)
-            reason = "the server's setting strict_fields" if body.strict is None else "strict"
             shown = "" if "." in name else f"; known fields are {known}"
-            raise invalid(name, f"unknown field, refused because of {reason}{shown}", "unknown_field")
+            raise invalid(name, f"unknown field, refused because of strict{shown}", "unknown_field")
         if body.timeout_seconds is not None:
             request.timeout_seconds = body.timeout_seconds
             request.limit_time(self.timeout(body.timeout_seconds))
@@ -167,7 +172,7 @@ class Service:
 
         Raises ApiError: 400, it exceeds the limit of a request; otherwise as Lease.hold.
         """
-        longest, limit = max(self.settings.max_prompts, self.settings.max_score_texts), self.settings.max_request_bytes
+        longest, limit = max(MAX_PROMPTS, MAX_SCORE_TEXTS), self.settings.max_request_bytes
         size = size_of(vars(body).values(), request.num_body_bytes, longest) + PROMPT_BYTES * num_ids
         if size > limit:
             message = f"the texts and ids of the request need {size} bytes of memory, {limit} are allowed: shorten them"

@@ -22,6 +22,7 @@ from service.text.pieces import Piece
 DONE = b"data: [DONE]\n\n"
 # A comment without the blank line of an event, because openai-go before 3.43 ends a stream at an empty event.
 KEEP_ALIVE = b": keep-alive\n"
+KEEP_ALIVE_SECONDS = 15.0  # without an event, until a comment; proxies close a silent connection after 30 s or more
 EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "x-accel-buffering": "no",  # otherwise nginx collects events
@@ -51,13 +52,13 @@ def event(json: bytes) -> bytes:
 
 
 class EventStream:
-    """A stream of server-sent events, with a comment after each `silent_seconds` without one.
+    """A stream of server-sent events, with a comment after each KEEP_ALIVE_SECONDS without one.
 
     headers: called when the first event or comment is written.
     """
 
-    def __init__(self, request: Request, headers: Callable[[], Headers], silent_seconds: float):
-        self._request, self._headers, self._silent_seconds = request, headers, silent_seconds
+    def __init__(self, request: Request, headers: Callable[[], Headers]):
+        self._request, self._headers = request, headers
         self._lock = asyncio.Lock()  # of the answer: an event and a comment may be due together
         self._written_at = time.monotonic()
         self.has_begun = False
@@ -75,19 +76,19 @@ class EventStream:
     async def _keep_alive(self) -> None:
         while True:
             silent = time.monotonic() - self._written_at
-            if silent >= self._silent_seconds:
+            if silent >= KEEP_ALIVE_SECONDS:
                 await self.write(KEEP_ALIVE)
             else:
-                await asyncio.sleep(self._silent_seconds - silent)
+                await asyncio.sleep(KEEP_ALIVE_SECONDS - silent)
 
     def close(self) -> None:
         self._comments.cancel()
         del self._comments  # a reference cycle
 
 
-async def write_stream(request: Request, pieces: Pieces, form: Form, silent_seconds: float) -> None:
+async def write_stream(request: Request, pieces: Pieces, form: Form) -> None:
     """Write server-sent events, closed by DONE. The first piece, or its failure, decides the status."""
-    stream = EventStream(request, lambda: receipt_headers(form.receipt), silent_seconds)
+    stream = EventStream(request, lambda: receipt_headers(form.receipt))
     try:
         if isinstance(pieces, Generation):
             async for some in pieces.stream():

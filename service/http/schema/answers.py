@@ -318,7 +318,7 @@ class ServedModel(TypedDict):
 
 
 class Limits(TypedDict):
-    """Settings that limit requests."""
+    """Limits of requests."""
 
     max_prompts: int
     max_prompt_characters: int

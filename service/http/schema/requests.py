@@ -22,7 +22,7 @@ class ServerRequest(TextRequest):
     """time limit for waiting and running together; the server's own limit applies if it is lower"""
     strict: bool | None = field(None, True)
     """refuse the request if it has unknown fields; otherwise they are ignored, and named in the header
-    X-Ignored-Fields. Default: the server's setting"""
+    X-Ignored-Fields"""
 
 
 class StreamOptions(Body):
