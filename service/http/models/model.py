@@ -28,7 +28,13 @@ class Model(TextModel):
             max_regex_characters,
         )
         self.checkpoint = checkpoint
-        self.id, self.name, self.digest, self.row = version.id, version.name, version.digest, row
+        self.id, self.place, self.name, self.digest, self.row = (
+            version.id,
+            version.place,
+            version.name,
+            version.digest,
+            row,
+        )
         self.cache = PatternCache(thread)
         self.created_at = version.created_at
 
