@@ -189,9 +189,9 @@ class Catalog:
             state.count_reload(self._rows[version.name], result)
         self.end_reading(state)
 
-    def end_reading(self, state: SharedState) -> None:
+    def end_reading(self, state: SharedState, is_served: bool = True) -> None:
         """Record whether everything that was read last is served."""
-        state.has_read("main", "checkpoints", is_valid=not self._has_refused)
+        state.has_read("main", "checkpoints", is_valid=is_served and not self._has_refused)
         if self._rows != self.listing.rows:  # a refused name is new
             self.publish(state, self.listing.running, self.listing.serve)
 

@@ -103,7 +103,7 @@ class Rollout:
         """Serve the new versions once all their processes are ready, or revert if one has ended."""
         names, catalog = self._names(self._added), self._catalog
         endings = filter(None, map(self._supervisor.ending, names))
-        if (ending := next(endings, None)) is not None:
+        if ending := next(endings, None):
             self._revert(f"{ending}; see the log")
             return False
         if any(self._state.last_beat(name) is None for name in names):
@@ -130,7 +130,7 @@ class Rollout:
     def _revert(self, reason: str) -> None:
         for version in self._added:
             self._catalog.refuse(self._state, version.name, reason)
-        self._catalog.end_reading(self._state)
+        self._catalog.end_reading(self._state, is_served=False)
         self._release(self._added)
         self.step = ""
 
@@ -162,11 +162,8 @@ class Rollout:
 
     def _start(self, version: Version, is_on_trial: bool = False) -> None:
         for id in self._state.workers_of(version.place):
-            start, died = (
-                functools.partial(self._launch, version, id),
-                functools.partial(forget_process, worker_name(id)),
-            )
-            self._supervisor.watch(worker_name(id), start, died, START_SECONDS, is_on_trial)
+            name, start = worker_name(id), functools.partial(self._launch, version, id)
+            self._supervisor.watch(name, start, functools.partial(forget_process, name), START_SECONDS, is_on_trial)
 
     def _names(self, versions: Iterable[Version]) -> list[str]:
         """Return the names of the processes of these versions."""

@@ -87,7 +87,24 @@ class Server(LitServer):
         self.must_hurry = False  # True after a second signal: do not wait for running requests
         self._must_reload = False  # True after SIGHUP
         self._reading = threading.Thread()  # reads checkpoints after SIGHUP; a large one takes seconds
-        devices = self._place(middlewares)
+        # App.operations serves other paths. If this one did not stream, LitServe would compress answers.
+        api = EngineAPI(loop=EngineLoop(), stream=True)
+        accelerator = choose_accelerator(settings.accelerator)
+        check_devices(settings.devices, accelerator)
+        super().__init__(
+            api,
+            accelerator=accelerator,
+            devices=settings.devices,
+            workers_per_device=settings.workers_per_device,
+            timeout=False,
+            restart_workers=True,
+            disable_openapi_url=True,  # /docs and /openapi.json are ours
+            middlewares=middlewares,
+        )
+        self.api = api
+        # LitServe's lists of one: [["cuda:0"], ["cuda:1"]]
+        configured = self._inference_workers_config_for_api(api.api_path)
+        devices = [device if isinstance(device, str) else device[0] for device in configured]
         backend, dtype = choose_backend(settings, devices[0])
         configs = [checkpoint.config for checkpoint in catalog.served.values()]
         slots = choose_slots(settings, configs, dtype, devices[0])
@@ -106,27 +123,6 @@ class Server(LitServer):
         )  # fmt: skip
         self.http = App(self.service, middlewares or ())
         self.http.add_files()
-
-    def _place(self, middlewares: list[Any] | None) -> list[str]:
-        """Set LitServe up, and return the device of each worker of a checkpoint."""
-        settings = self.settings
-        # App.operations serves other paths. If this one did not stream, LitServe would compress answers.
-        self.api = EngineAPI(loop=EngineLoop(), stream=True)
-        accelerator = choose_accelerator(settings.accelerator)
-        check_devices(settings.devices, accelerator)
-        super().__init__(
-            self.api,
-            accelerator=accelerator,
-            devices=settings.devices,
-            workers_per_device=settings.workers_per_device,
-            timeout=False,
-            restart_workers=True,
-            disable_openapi_url=True,  # /docs and /openapi.json are ours
-            middlewares=middlewares,
-        )
-        # LitServe's lists of one: [["cuda:0"], ["cuda:1"]]
-        configured = self._inference_workers_config_for_api(self.api.api_path)
-        return [device if isinstance(device, str) else device[0] for device in configured]
 
     def _prepare(self, backend: str, dtype: str, slots: int) -> None:
         """Prepare what the other processes need. Raises BackendError: the disk is full."""

@@ -28,13 +28,8 @@ class Model(TextModel):
             max_regex_characters,
         )
         self.checkpoint = checkpoint
-        self.id, self.place, self.name, self.digest, self.row = (
-            version.id,
-            version.place,
-            version.name,
-            version.digest,
-            row,
-        )
+        self.id, self.place, self.row = version.id, version.place, row
+        self.name, self.digest = version.name, version.digest
         self.cache = PatternCache(thread)
         self.created_at = version.created_at
 
