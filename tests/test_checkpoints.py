@@ -131,6 +131,34 @@ def test_the_default_has_no_name_and_a_model_does_not_wait_for_the_slots_of_anot
             assert text(ask(server, "second", max_tokens=60)) == exact(second, "a", 60, seed=1)
 
 
+def test_a_checkpoint_whose_worker_is_gone_leaves_the_others_alone(tmp_path):
+    """The instance is not ready without it, and metrics tell which one it is."""
+    for seed, name in enumerate("ab"):
+        save_random(tmp_path / name, seed=seed)
+
+    def slots():
+        page = web.get(f"{server.url}/metrics").text.splitlines()
+        lines = [line.split('"') for line in page if line.startswith("chargpt_cache_slots{")]
+        return {name: float(value[2:]) for _, name, value in lines}
+
+    with serving(tmp_path, max_running_requests=4) as server:
+        assert {name: slots()[name] for name in "ab"} == {"a": 4, "b": 4}
+        main = psutil.Process(server.process.pid)
+        main.suspend()  # it cannot replace the worker
+        try:
+            workers(server)["worker-1"].kill()
+            wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 503)
+            assert text(ask(server, "a"))
+            refused = ask(server, "b")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+            assert text(ask(server, "a"))
+        finally:
+            main.resume()
+        server.wait_until_ready()
+        assert text(ask(server, "b")) and {name: slots()[name] for name in "ab"} == {"a": 4, "b": 4}
+        assert server.metric("chargpt_worker_restarts_total") == 1
+
+
 # -- SIGHUP --
 
 

@@ -291,6 +291,51 @@ async def test_idle_workers_take_turns_and_come_before_busy_ones(sockets):
         metrics.flush()
 
 
+async def test_sequences_go_to_workers_of_their_own_checkpoint(sockets):
+    """One whose worker is lost does not go to the idle worker of another checkpoint: it waits for its replacement."""
+    versions = [Version(number, number, "ab"[number], "", "", 0) for number in range(2)]
+    listing = Listing(0, versions, versions, {"a": 0, "b": 1})
+    workers, received = [WorkerSide(sockets, it.place, it.id) for it in versions], [[], []]
+    state, metrics = SharedState(), Metrics("m", CollectorRegistry(), "http-0")
+    client = EngineClient(sockets, 0, metrics, state)
+    checkpoint = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
+    models = [Model(version, checkpoint, number, 1000, PatternThread()) for number, version in enumerate(versions)]
+    for model in models:
+        state.beat(f"worker-{model.place}")
+        model.metrics = metrics.of(model.name)
+    client.served = {model.id for model in models}
+
+    async def until(condition):
+        async with asyncio.timeout(PATIENCE):
+            while not condition():
+                for number, worker in enumerate(workers):
+                    received[number] += [
+                        it.first.id for _, it in worker.receive(block=False) if isinstance(it, Submits)
+                    ]
+                await asyncio.sleep(0)
+
+    connecting = asyncio.create_task(until(lambda: client.is_ready))
+    async with client.connected(listing):
+        await connecting
+        generations = [client.start(models[number % 2], [submit([0])], time.monotonic()) for number in range(6)]
+        await until(lambda: [len(ids) for ids in received] == [3, 3])
+        expected = [[next(iter(it.open)) for it in generations[number::2]] for number in range(2)]
+        assert received == expected
+        for connection in list(workers[1]._connections.values()):
+            (sockets / "1.sock").unlink(missing_ok=True)
+            workers[1]._drop(connection)
+        await until(lambda: not client.is_ready)
+        waiting = client.start(models[1], [submit([0])], time.monotonic())
+        client.start(models[0], [submit([0])], time.monotonic()).abort()
+        await until(lambda: len(received[0]) == 4)
+        received[1].clear()
+        workers[1] = WorkerSide(sockets, 1, versions[1].id)
+        await until(lambda: client.is_ready and len(received[1]) == 4)
+        assert received[1] == [*expected[1], next(iter(waiting.open))] and len(received[0]) == 4
+        for generation in (*generations, waiting):
+            generation.abort()
+
+
 async def test_a_prompt_travels_without_what_no_logit_depends_on(peer):
     """A penalty is told what was in it; the request itself keeps the whole prompt."""
     prompt, field = [0, 1] * 20, CONFIG.receptive_field
