@@ -87,7 +87,7 @@ test-lowest: $(VENV)/.installed-test ## run some fast tests with the lowest vers
 
 # Only the assert statements of tests are executed, because pytest rewrites them. It warns of the others.
 OPTIMIZED_TESTS ?= tests/test_toolbox.py::test_assert_statements_of_tests_are_executed tests/test_settings.py \
-  tests/constrain tests/engine/test_scheduler.py tests/engine/test_host.py tests/engine/test_worker.py \
+  tests/constrain tests/engine/test_scheduler.py tests/engine/test_worker.py \
   tests/model/test_sampling.py tests/model/test_tokenizer.py tests/http/test_api.py tests/http/test_bodies.py \
   tests/http/test_patterns.py tests/http/test_records.py tests/training/test_data.py tests/training/test_records.py
 test-optimized: $(VENV)/.installed-test ## run fast tests with Python's -O, under which the service has no assert statements

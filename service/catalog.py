@@ -1,15 +1,8 @@
-"""The list of served checkpoints, and the rollout of a new list without a lost request.
+"""The list of served checkpoints: reads the folders at start and at SIGHUP, and copies new checkpoints.
 
-The main process owns the `Catalog`. It reads the folders at start and at SIGHUP, copies new checkpoints into the run's
-own folder, and publishes a `Listing` there in three steps:
-
-    load    Workers load the new checkpoints. Requests go to the old ones.
-    serve   HTTP processes send new requests to the new checkpoints. Running requests stay where they are.
-    drop    Workers drop an old checkpoint when no request uses it. The next rollout does not wait for this.
-
-The generation of a listing in shared memory tells all processes that it is new. They report there which one they
-follow. The old listing stays if a worker cannot load a checkpoint, if a worker dies meanwhile, or if the listing cannot
-be written. This module knows nothing about engines and HTTP.
+The main process owns the `Catalog`. It publishes a `Listing` in the run's own folder. The generation of a listing in
+shared memory tells HTTP processes that it is new, and they report there which one they follow. rollout.py decides what
+is listed. This module knows nothing about processes, engines and HTTP.
 """
 
 from __future__ import annotations
@@ -21,7 +14,6 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -33,19 +25,18 @@ from service.model.checkpoint import (
     is_checkpoint,
     previous_of,
 )
-from service.shared import MAX_NAMES, SharedState
+from service.shared import MAX_NAMES, MAX_VERSIONS, SharedState
 
 logger = logging.getLogger(__name__)
 
 FILE = "checkpoints.json"
-LOAD_SECONDS = 600.0  # limit for all workers, which capture graphs on GPUs
-SERVE_SECONDS = 60.0  # limit for all HTTP processes
 
 
 class Version(msgspec.Struct, frozen=True):
     """A checkpoint as it was when it was read, and the name by which requests choose it."""
 
     id: int  # rises with each version
+    place: int  # among the MAX_VERSIONS of SharedState, which gives the numbers of its workers
     name: str
     source: str  # the original folder, for messages
     digest: str
@@ -61,12 +52,16 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct):
-    """The versions that all processes hold and serve."""
+    """The versions that have workers, and those that are served."""
 
     generation: int = 0
-    load: list[Version] = []  # workers hold these
+    running: list[Version] = []  # HTTP processes are connected to the workers of these
     serve: list[Version] = []  # requests go to these; their names differ
     rows: dict[str, int] = {}  # row in shared memory of every name that was ever listed
+
+    def workers(self, state: SharedState) -> set[int]:
+        """Return the numbers of the workers of all its versions."""
+        return {id for version in self.running for id in state.workers_of(version.place)}
 
     @classmethod
     def read(cls, folder: Path) -> Listing:
@@ -80,7 +75,7 @@ class Listing(msgspec.Struct):
 
 
 class Catalog:
-    """Reads the checkpoints of the settings, and rolls out changed ones.
+    """Reads the checkpoints of the settings, and holds a copy of each version until it is forgotten.
 
     places: names and folders, as in --checkpoint.
     model_name: name of a checkpoint given without one.
@@ -97,12 +92,8 @@ class Catalog:
         self._next_id = 1
         self._rows: dict[str, int] = {}  # rows of the listing and of the next one
         self._has_runs: dict[Path, bool] = {}  # True for a place without a name that is a folder of runs
-        self.step: Literal["", "load", "serve"] = ""  # step of the rollout
-        self._new: list[Version] = []  # rolled out
-        self._before: list[Version] = []  # replaced
-        self._deadline = 0.0
-        self._pids: dict[str, int] = {}  # workers that were running when the step began
-        self._retired: list[Version] = []  # loaded and not served; a request may still use them
+        self.found: list[Version] | None = None  # a new list, which rollout.py takes
+        self._places: set[int] = set()  # taken
         self._can_publish = True
         self.is_ending = False  # True: the service ends, so read nothing more
 
@@ -129,7 +120,7 @@ class Catalog:
         self._add_rows([*(version.name for version in versions), *self.refused])
         self.listing = Listing(0, versions, versions, self._rows)
 
-    def publish(self, state: SharedState) -> None:
+    def publish_first(self, state: SharedState) -> None:
         """Publish the first listing, before any other process starts. Raises OSError: the disk is full."""
         self.listing.publish(self.folder, state)
         for name in self.refused:
@@ -139,9 +130,9 @@ class Catalog:
             state.has_read("main", "checkpoints", is_valid=False)
 
     def refresh(self, state: SharedState) -> None:
-        """Read the folders again, and begin a rollout of the changes. No rollout may be in progress.
+        """Read the folders again. `found` is the new list if it differs. No roll-out may be in progress.
 
-        It may run in a thread while `check` is not called.
+        It may run in a thread while no other method is called.
         """
         old = {version.name: version for version in self.listing.serve}
         self._has_refused = False
@@ -157,105 +148,23 @@ class Catalog:
             del found[name]
         versions, failures = self._read_all(found, old)
         for name, reason in failures.items():
-            self._refuse(state, name, str(reason))
+            self.refuse(state, name, str(reason))
         self._add_rows(version.name for version in versions)
+        if self.is_ending:  # it may have read a part of them
+            return
         if versions and versions != self.listing.serve:
-            running = [name for name in state.worker_names if state.last_beat(name) is not None]
-            self._pids = {name: state.pids[name] for name in running}
-            self._new = versions
-            if self._publish(state, [*self.listing.load, *versions], self.listing.serve):
-                self.step, self._deadline = "load", time.monotonic() + LOAD_SECONDS
-            else:
-                self._revert(state, "the temporary folder is full")
+            self.found = versions
             return
         if versions:
             logger.info("checkpoints: %s", "those served before stay" if failures else "nothing has changed")
         else:
             logger.error("no checkpoint is left in %s: the old ones stay", self._folders())
             self._has_refused = True
-        state.has_read("main", "checkpoints", is_valid=not self._has_refused)
-        if self._rows != self.listing.rows:  # a refused name is new
-            self._publish(state, self.listing.load, self.listing.serve)
+        self.end_reading(state)
 
-    def check(self, state: SharedState) -> bool:
-        """Take the next step of a rollout if the other processes have done the last one.
-
-        Returns True if the checkpoints that new requests use have changed.
-        """
-        if self.step == "load":
-            return self._end_load(state)
-        if self.step == "serve":
-            self._end_serve(state)
-        elif self._retired and self._is_followed(state):
-            self._drop(state)
-        return False
-
-    def _end_load(self, state: SharedState) -> bool:
-        """Serve the new versions once all workers have loaded them, or revert if one cannot."""
-        generation = self.listing.generation
-        if not self._pids or any(state.pids[name] != pid for name, pid in self._pids.items()):
-            self._revert(state, "a worker died while it was loaded")
-        elif any(state.has_failed(name, generation) for name in self._pids):
-            self._revert(state, "a worker could not load it; the log says why")
-        elif time.monotonic() > self._deadline:
-            self._revert(state, f"workers have not loaded it within {LOAD_SECONDS:g} s")
-        elif all(state.follows(name, generation) for name in self._pids):
-            self._before = self.listing.serve
-            if self._publish(state, self.listing.load, self._new):  # otherwise try again until the deadline
-                self.step, self._deadline = "serve", time.monotonic() + SERVE_SECONDS
-                return True
-        return False
-
-    def _end_serve(self, state: SharedState) -> None:
-        """Retire the old versions once all HTTP processes use the new ones.
-
-        A process that is late at the deadline hangs, and its replacement will use them, or it reads very slowly.
-        """
-        if self._is_followed(state) or time.monotonic() > self._deadline:
-            served = {version.id for version in self._new}
-            self._retired = [version for version in self.listing.load if version.id not in served]
-            self.step = ""
-            self._note_changes(state)
-            state.has_read("main", "checkpoints", is_valid=not self._has_refused)
-
-    def _is_followed(self, state: SharedState) -> bool:
-        """True if every running HTTP process uses the current listing."""
-        running = [name for name in state.http_names if state.last_beat(name) is not None]
-        return all(state.follows(name, self.listing.generation) for name in running)
-
-    def _note_changes(self, state: SharedState) -> None:
-        ids, names = {version.id for version in self._before}, {version.name for version in self._new}
-        changes = [(version, "loaded") for version in self._new if version.id not in ids]
-        changes += [(version, "removed") for version in self._before if version.name not in names]
-        for version, result in changes:
-            logger.info("checkpoint %s: %s: %s of %s", version.name, result, version.digest[:12], version.source)
-            state.count_reload(self._rows[version.name], result)
-
-    def _revert(self, state: SharedState, reason: str) -> None:
-        served = {version.id for version in self.listing.serve}
-        for version in self._new:
-            if version.id not in served:
-                self._refuse(state, version.name, reason)
-                self._retired.append(version)
-        state.has_read("main", "checkpoints", is_valid=False)
-        self.step = ""
-        self._drop(state)
-
-    def _drop(self, state: SharedState) -> None:
-        """Drop the retired versions that no request uses."""
-        unused = [version for version in self._retired if not state.is_used(version.id)]
-        gone = {version.id for version in unused}
-        kept = [version for version in self.listing.load if version.id not in gone]
-        if unused and self._publish(state, kept, self.listing.serve):
-            self._retired = [version for version in self._retired if version.id not in gone]
-            for version in unused:
-                del self.checkpoints[version.id]
-                shutil.rmtree(version.folder(self.folder), ignore_errors=True)
-
-    def _publish(self, state: SharedState, load: list[Version], serve: list[Version]) -> bool:
+    def publish(self, state: SharedState, running: list[Version], serve: list[Version]) -> bool:
         """Publish a listing. Returns False if the disk is full; the old listing stays."""
-        unique = list({version.id: version for version in load}.values())
-        listing = Listing(self.listing.generation + 1, unique, serve, dict(self._rows))
+        listing = Listing(self.listing.generation + 1, running, serve, dict(self._rows))
         try:
             listing.publish(self.folder, state)
         except OSError as error:
@@ -266,7 +175,32 @@ class Catalog:
         self.listing, self._can_publish = listing, True
         return True
 
-    def _refuse(self, state: SharedState, name: str, reason: str) -> None:
+    def note_changes(self, state: SharedState, before: list[Version]) -> None:
+        """Log and count how the served list differs from the one before."""
+        serve = self.listing.serve
+        ids, names = {version.id for version in before}, {version.name for version in serve}
+        changes = [(version, "loaded") for version in serve if version.id not in ids]
+        changes += [(version, "removed") for version in before if version.name not in names]
+        for version, result in changes:
+            logger.info("checkpoint %s: %s: %s of %s", version.name, result, version.digest[:12], version.source)
+            state.count_reload(self._rows[version.name], result)
+        self.end_reading(state)
+
+    def end_reading(self, state: SharedState, is_served: bool = True) -> None:
+        """Record whether everything that was read last is served."""
+        state.has_read("main", "checkpoints", is_valid=is_served and not self._has_refused)
+        if self._rows != self.listing.rows:  # a refused name is new
+            self.publish(state, self.listing.running, self.listing.serve)
+
+    def forget(self, version: Version) -> None:
+        """Remove the copy of a version, and free its place. None of its workers may run."""
+        del self.checkpoints[version.id]
+        self._places.remove(version.place)
+        shutil.rmtree(version.folder(self.folder), ignore_errors=True)
+        logger.info("dropped checkpoint %s: %s", version.name, version.digest[:12])
+
+    def refuse(self, state: SharedState, name: str, reason: str) -> None:
+        """Log and count that a checkpoint is not served."""
         logger.error("checkpoint %s: refused: %s", name, reason)
         self._has_refused = True
         self._add_rows([name])
@@ -321,8 +255,8 @@ class Catalog:
     def _read(self, name: str, path: Path, old: Version | None) -> Version:
         """Verify a checkpoint with its weights, and copy it. Returns `old` if nothing has changed.
 
-        Raises CheckpointError: it is bad, it was changed meanwhile, these settings cannot serve it, or the disk is
-        full.
+        Raises CheckpointError: it is bad, it was changed meanwhile, these settings cannot serve it, the disk is full,
+        or no place is free.
         """
         is_seen = os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)
         if is_seen and not any(map(os.path.lexists, (path / MANIFEST, previous_of(path.absolute())))):
@@ -339,7 +273,13 @@ class Catalog:
             )
         checkpoint.load_weights()
         checkpoint.load_ngrams()
-        version = Version(self._next_id, name, _shown(path), checkpoint.digest, int(time.time()))
+        place = next((it for it in range(MAX_VERSIONS) if it not in self._places), None)
+        if place is None:
+            raise CheckpointError(
+                f"{MAX_VERSIONS} versions of checkpoints have workers, which is the maximum: send SIGHUP again when "
+                "requests no longer use replaced ones"
+            )
+        version = Version(self._next_id, place, name, _shown(path), checkpoint.digest, int(time.time()))
         self._next_id += 1
         folder = version.folder(self.folder)
         try:
@@ -347,6 +287,7 @@ class Catalog:
             for file in (MANIFEST, *checkpoint.files):
                 shutil.copyfile(path / file, folder / file)
             self.checkpoints[version.id] = version.read(self.folder)
+            self._places.add(place)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):

@@ -95,7 +95,7 @@ def torch_build() -> tuple[str, str | None]:
 def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, device: str) -> int:
     """Return the number of cache slots per worker.
 
-    Each model has its own cache with this number of slots.
+    A GPU has `workers_per_device` workers for each checkpoint, which get equal parts of its free memory.
 
     Raises BackendError: for `auto`, no slot fits or the free memory is unknown.
     """

@@ -5,6 +5,7 @@ Only this file uses LitServe's private names. tests/test_litserve.py lists each 
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import logging
@@ -27,7 +28,7 @@ import uvicorn
 from litserve import LitServer
 from litserve.loops.loops import inference_worker
 
-from service.catalog import Catalog
+from service.catalog import Catalog, Version
 from service.engine.worker import EngineAPI, EngineLoop
 from service.http.app import NAMES, App
 from service.http.connection.guard import Connection
@@ -38,8 +39,9 @@ from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
 from service.placement import BackendError, check_devices, choose_accelerator, choose_backend, choose_slots
 from service.process import become, blocked, return_large_blocks, spare_old_objects
+from service.rollout import Rollout
 from service.settings import ClientLimitsFile, Settings, refuse_password
-from service.shared import SharedState
+from service.shared import SharedState, worker_name
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ HTTP_START_SECONDS = 60.0  # limit for the first heartbeat of an HTTP process
 
 
 class StartError(Exception):
-    """Every inference process failed before it was ready."""
+    """Every inference process of a checkpoint failed before it was ready."""
 
 
 class HttpServer(uvicorn.Server):
@@ -86,7 +88,7 @@ class Server(LitServer):
         self._must_reload = False  # True after SIGHUP
         self._reading = threading.Thread()  # reads checkpoints after SIGHUP; a large one takes seconds
         # App.operations serves other paths. If this one did not stream, LitServe would compress answers.
-        api = self.api = EngineAPI(loop=EngineLoop(), stream=True)
+        api = EngineAPI(loop=EngineLoop(), stream=True)
         accelerator = choose_accelerator(settings.accelerator)
         check_devices(settings.devices, accelerator)
         super().__init__(
@@ -99,30 +101,38 @@ class Server(LitServer):
             disable_openapi_url=True,  # /docs and /openapi.json are ours
             middlewares=middlewares,
         )
+        self.api = api
         # LitServe's lists of one: [["cuda:0"], ["cuda:1"]]
         configured = self._inference_workers_config_for_api(api.api_path)
         devices = [device if isinstance(device, str) else device[0] for device in configured]
         backend, dtype = choose_backend(settings, devices[0])
         configs = [checkpoint.config for checkpoint in catalog.served.values()]
         slots = choose_slots(settings, configs, dtype, devices[0])
-        api.state = self.state = SharedState(settings.http_processes, len(devices))
+        self.state = SharedState(settings.http_processes, len(devices))
         self.supervisor = Supervisor(self.state, hang_seconds=settings.hang_seconds)
-        api.folder, api.backend, api.dtype, api.slots = catalog.folder, backend, dtype, slots
-        api.settings = settings.model_copy()
-        # A worker does not need these. The arguments of a new process must fit a pipe's buffer, or this one waits.
-        api.settings._api_keys, api.settings._limits = {}, ClientLimitsFile()
-        try:
-            names = [settings.model_name, *catalog.served]
-            allocate_files([*self.state.http_names, *self.state.worker_names], names)
-            catalog.publish(self.state)
-        except OSError as error:
-            raise BackendError(f"{catalog.folder}: {error.strerror}") from None
+        self.rollout = Rollout(catalog, self.state, self.supervisor, self._launch)
+        self._prepare(backend, dtype, slots)
         self.service = Service(
             settings, catalog.listing, catalog.checkpoints, self.state,
             backend=backend, dtype=dtype, slots=slots, devices=devices,
         )  # fmt: skip
         self.http = App(self.service, middlewares or ())
         self.http.add_files()
+
+    def _prepare(self, backend: str, dtype: str, slots: int) -> None:
+        """Prepare what the other processes need. Raises BackendError: the disk is full."""
+        api, settings, catalog = self.api, self.settings, self.catalog
+        api.folder, api.state = catalog.folder, self.state
+        api.backend, api.dtype, api.slots = backend, dtype, slots
+        api.settings = settings.model_copy()
+        # A worker does not need these. The arguments of a new process must fit a pipe's buffer, or this one waits.
+        api.settings._api_keys, api.settings._limits = {}, ClientLimitsFile()
+        try:
+            allocate_files(self.state.http_names, [settings.model_name, *catalog.served])
+            self.rollout.allocate()
+            catalog.publish_first(self.state)
+        except OSError as error:
+            raise BackendError(f"{catalog.folder}: {error.strerror}") from None
 
     def run(self, host: str | None = None, port: int | str | None = None, **others: Any) -> None:
         """Serve until SIGTERM or Ctrl-C. Running requests finish first.
@@ -176,14 +186,8 @@ class Server(LitServer):
         """
         adopt_litserve()
         state, watch = self.state, self.supervisor.watch
-        self.workers_setup_status: dict[
-            str, str
-        ] = {}  # LitServe needs it; the first heartbeat shows that a worker is ready
-        self.litapi_request_queues = {self.api.api_path: None}
-        self._transport = self.catalog.folder  # the folder of sockets, which each worker gets instead of queues
-        for id, name in enumerate(state.worker_names):
-            watch(name, functools.partial(self._launch, id), functools.partial(forget_process, name), START_SECONDS)
-        self._await_worker()
+        self.rollout.start()
+        self._await_workers()
         spare_old_objects()  # HTTP processes inherit them
         try:
             config = self._listen()
@@ -192,9 +196,7 @@ class Server(LitServer):
                 watch(name, start, died, HTTP_START_SECONDS)
             is_announced = False
             while not state.is_in("leaving"):
-                # Wait for a worker: a death caused by a new checkpoint must differ from other deaths.
-                is_busy = self.catalog.step or self._reading.is_alive()
-                if self._must_reload and self._has_worker and not is_busy:
+                if self._must_reload and not (self._reading.is_alive() or self.rollout.is_busy):
                     self._must_reload = False
                     self._reload()
                 self.supervisor.check()
@@ -213,24 +215,31 @@ class Server(LitServer):
 
     # -- starting --
 
-    def _launch(self, id: int) -> BaseProcess:
+    def _launch(self, version: Version, id: int) -> BaseProcess:
         """Start a worker. Signals of a terminal to all processes must not end it while it starts.
 
-        The worker is a fork of this process, which has imported the modules already. If a fork is not safe, LitServe
-        starts a new process instead.
+        The worker is a fork of this process, which has imported the modules already. If a fork is not safe, it is a new
+        process, as LitServe starts it.
         """
         process: BaseProcess
-        if self._can_fork(self.service.devices[id]):
+        api, devices = copy.copy(self.api), self.service.devices
+        api.version, device = version, devices[id % len(devices)]
+        # Sockets in the folder are the transport, without a queue. The first heartbeat shows that a worker is ready.
+        folder, callbacks, status = self.catalog.folder, self._callback_runner, dict[str, str]()
+        arguments = (api, device, id, None, folder, status, callbacks, self.restart_workers)
+        if self._can_fork(device):
             fork = multiprocessing.get_context("fork")
-            process = fork.Process(target=self._work, args=(id,), name=self.state.worker_names[id])
+            process = fork.Process(target=self._work, args=arguments, name=worker_name(id))
             with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a fork must not run this process's handlers
                 process.start()
             return process
         ensure_directory()
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=inference_worker, args=arguments, name=worker_name(id))
         with blocked(signal.SIGHUP):
             resource_tracker.ensure_running()  # its start unblocks SIGINT, so start it before the worker
             with blocked(signal.SIGINT):
-                process = self.launch_single_inference_worker(self.api, id)
+                process.start()
         return process
 
     def _can_fork(self, device: str) -> bool:
@@ -243,36 +252,31 @@ class Server(LitServer):
         is_safe = sys.platform == "linux" and not device.startswith("cuda") and not used_torch
         return is_safe and threading.active_count() == 1
 
-    def _work(self, id: int) -> None:
+    def _work(self, *arguments: Any) -> None:
         """Run LitServe's worker function in a fork."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         ensure_directory()
         self._listener.close()
-        inference_worker(
-            self.api, self.service.devices[id], id, None, self._transport, self.workers_setup_status,
-            self._callback_runner, self.restart_workers,
-        )  # fmt: skip
+        inference_worker(*arguments)
 
-    def _await_worker(self) -> None:
-        """Return when the first worker is ready.
+    def _await_workers(self) -> None:
+        """Return when a worker of each checkpoint is ready.
 
         Raises KeyboardInterrupt: SIGTERM or SIGINT has arrived, and may have ended workers too; StartError: all workers
-        failed, or took too long.
+        of a checkpoint failed, or took too long.
         """
-        deadline = time.monotonic() + START_SECONDS
-        while not self._has_worker:
-            if self.state.is_in("leaving"):
-                raise KeyboardInterrupt
-            if time.monotonic() > deadline:
-                raise StartError(f"no inference process was ready within {START_SECONDS:g} s")
-            if not any(worker.is_alive() for worker in self.supervisor.processes(self.state.worker_names)):
-                raise StartError("no inference process could start; the log says why, unless a signal ended it")
-            time.sleep(START_POLL_SECONDS)
-
-    @property
-    def _has_worker(self) -> bool:
-        return any(self.state.last_beat(name) is not None for name in self.state.worker_names)
+        deadline, rollout = time.monotonic() + START_SECONDS, self.rollout
+        for version in self.catalog.listing.serve:
+            which = "no inference process" + (f" of {version.name}" if len(self.catalog.listing.serve) > 1 else "")
+            while not rollout.is_ready(version):
+                if self.state.is_in("leaving"):
+                    raise KeyboardInterrupt
+                if time.monotonic() > deadline:
+                    raise StartError(f"{which} was ready within {START_SECONDS:g} s")
+                if not rollout.is_alive(version):
+                    raise StartError(f"{which} could start; the log says why, unless a signal ended it")
+                time.sleep(START_POLL_SECONDS)
 
     def _listen(self) -> uvicorn.Config:
         """Listen, and return uvicorn's configuration. Raises BackendError: another process has taken the address."""
@@ -340,7 +344,7 @@ class Server(LitServer):
     # -- while serving --
 
     def _roll_out(self) -> None:
-        if not self._reading.is_alive() and self.catalog.check(self.state):
+        if not self._reading.is_alive() and self.rollout.check():
             self.service.serve(self.catalog.listing, self.catalog.checkpoints)
 
     def _reload(self) -> None:

@@ -6,10 +6,10 @@ main process settles the numbers of a dead process. Times are by time.monotonic(
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
 from typing import Any, get_args
 
 from service.wire import FinishReason
@@ -22,61 +22,79 @@ _RELOADS = ("loaded", "refused", "removed")
 _STAGES = ("serving", "leaving", "draining", "stopping")
 READ_AGAIN = ("api_keys", "client_limits", "certificate", "checkpoints")  # at SIGHUP
 MAX_NAMES = 256  # checkpoint names in the life of a service
-_MAX_VERSIONS = 4096  # versions of checkpoints in use at once
+MAX_VERSIONS = 2 * MAX_NAMES  # that have workers at once: requests may use the old version of each checkpoint too
+
+
+def worker_name(id: int) -> str:
+    return f"worker-{id}"
 
 
 class _OfEach:
     """A number for each process, by its name."""
 
-    def __init__(self, kind: str, names: Iterable[str]):
-        self._index = {name: i for i, name in enumerate(names)}
-        self._numbers: Any = multiprocessing.RawArray(kind, len(self._index))
+    def __init__(self, kind: str, http_processes: int, workers: int):
+        self._http_processes = http_processes
+        self._numbers: Any = multiprocessing.RawArray(kind, 1 + http_processes + workers)
+
+    def _index(self, name: str) -> int:
+        kind, _, number = name.partition("-")
+        return 0 if kind == "main" else 1 + int(number) + (self._http_processes if kind == "worker" else 0)
 
     def __getitem__(self, name: str) -> Any:
-        return self._numbers[self._index[name]]
+        return self._numbers[self._index(name)]
 
     def __setitem__(self, name: str, number: Any) -> None:
-        self._numbers[self._index[name]] = number
+        self._numbers[self._index(name)] = number
 
 
 class SharedState:
     """Numbers of the main process, the HTTP processes and the workers, named main, http-0, …, worker-0, …
 
+    Each version of a checkpoint has one of MAX_VERSIONS places, and `workers` workers, whose numbers follow from it.
     It can be pickled only while a process is spawned.
     """
 
     def __init__(self, http_processes: int = 1, workers: int = 1):
         self.main_pid = os.getpid()
         self.http_names = [f"http-{i}" for i in range(http_processes)]
-        self.worker_names = [f"worker-{i}" for i in range(workers)]
-        self._names = ["main", *self.http_names, *self.worker_names]
-        self._beats = _OfEach("d", self._names)  # 0: the process is starting
-        self.pids = _OfEach("q", self._names)  # 0: the process does not run
+        self._workers, self._all_workers = workers, MAX_VERSIONS * workers
+        of_each = functools.partial(_OfEach, http_processes=http_processes, workers=self._all_workers)
+        self._beats = of_each("d")  # 0: the process is starting
+        self.pids = of_each("q")  # 0: the process does not run
         self.pids["main"] = self.main_pid
-        self.answering = _OfEach("b", self._names)  # HTTP processes that are connected to a worker
-        self._has_run = _OfEach("b", self._names)  # workers that were sent a sequence
-        self.restarts = _OfEach("q", self._names)
-        self._followed = _OfEach("q", self._names)  # 1 + the generation; 0: none yet
-        self._failed = _OfEach("b", self._names)
+        self.answering = of_each("b")  # HTTP processes that are connected to a worker of each served checkpoint
+        self._has_run = of_each("b")  # workers that were sent a sequence
+        self.restarts = of_each("q")
+        self._followed = of_each("q")  # 1 + the generation; 0: none yet
         self._stage = multiprocessing.RawValue("b", 0)
-        self._outstanding = multiprocessing.RawArray("q", http_processes * workers)  # sequences, by worker
+        self._outstanding = multiprocessing.RawArray("q", http_processes * self._all_workers)  # sequences, by worker
         self._sequences = multiprocessing.RawArray("q", http_processes * MAX_NAMES * _WIDTH)
-        # Generation of the listing that all processes follow (catalog.py). The main process sets it.
+        # Generation of the listing that HTTP processes follow (catalog.py). The main process sets it.
         self.generation = multiprocessing.RawValue("q", 0)
         self._reloads = multiprocessing.RawArray("q", MAX_NAMES * len(_RELOADS))
-        self._users = multiprocessing.RawArray("q", http_processes * _MAX_VERSIONS)  # requests, by version
-        self._read_at = {what: _OfEach("d", self._names) for what in READ_AGAIN}  # Unix time; 0: not configured
-        self._is_refused = {what: _OfEach("b", self._names) for what in READ_AGAIN}
+        self._users = multiprocessing.RawArray("q", http_processes * MAX_VERSIONS)  # requests, by place of a version
+        self._read_at = {what: of_each("d") for what in READ_AGAIN}  # Unix time; 0: not configured
+        self._is_refused = {what: of_each("b") for what in READ_AGAIN}
 
     # -- processes --
 
+    @property
+    def worker_names(self) -> list[str]:
+        """The names of the workers of all versions that there may be."""
+        return [worker_name(id) for id in range(self._all_workers)]
+
+    def workers_of(self, place: int) -> range:
+        """Return the numbers of the workers of the version that has a place."""
+        return range(place * self._workers, (place + 1) * self._workers)
+
     def died(self, name: str) -> None:
-        for numbers in (self.pids, self._beats, self.answering, self._has_run, self._followed, self._failed):
+        for numbers in (self.pids, self._beats, self.answering, self._has_run, self._followed):
             numbers[name] = 0
 
     def running(self) -> dict[str, int]:
         """The process ids of the running processes."""
-        return {name: pid for name in self._names if (pid := self.pids[name])}
+        names = ("main", *self.http_names, *self.worker_names)
+        return {name: pid for name in names if (pid := self.pids[name])}
 
     def beat(self, name: str) -> None:
         """Record a heartbeat: the process `name` is neither stopped nor stuck in a call."""
@@ -105,24 +123,22 @@ class SharedState:
 
     # -- which checkpoints (catalog.py) --
 
-    def follow(self, name: str, generation: int, has_failed: bool = False) -> None:
-        """Record that the process `name` follows a listing. has_failed: it could not load a checkpoint."""
-        self._failed[name] = has_failed
+    def follow(self, name: str, generation: int) -> None:
+        """Record that the HTTP process `name` follows a listing."""
         self._followed[name] = generation + 1
 
-    def follows(self, name: str, generation: int) -> bool:
-        return self._followed[name] > generation
+    @property
+    def is_followed(self) -> bool:
+        """True if every running HTTP process follows the newest listing."""
+        running = [name for name in self.http_names if self._beats[name]]
+        return all(self._followed[name] > self.generation.value for name in running)
 
-    def has_failed(self, name: str, generation: int) -> bool:
-        """True if the process could not follow this listing or a later one."""
-        return self.follows(name, generation) and bool(self._failed[name])
+    def use(self, http: int, place: int, change: int) -> None:
+        """Add to the count of an HTTP process's running requests that use the version that has a place."""
+        self._users[http * MAX_VERSIONS + place] += change
 
-    def use(self, http: int, version: int, change: int) -> None:
-        """Add to the count of an HTTP process's running requests that use a version."""
-        self._users[http * _MAX_VERSIONS + version % _MAX_VERSIONS] += change
-
-    def is_used(self, version: int) -> bool:
-        return any(self._users[version % _MAX_VERSIONS :: _MAX_VERSIONS])
+    def is_used(self, place: int) -> bool:
+        return any(self._users[place::MAX_VERSIONS])
 
     @property
     def num_busy(self) -> int:
@@ -167,13 +183,13 @@ class SharedState:
 
     def assign(self, http: int, worker: int, change: int) -> None:
         """Add to the count of sequences that an HTTP process has in a worker."""
-        self._outstanding[http * len(self.worker_names) + worker] += change
+        self._outstanding[http * self._all_workers + worker] += change
         if change > 0:
-            self._has_run[self.worker_names[worker]] = True
+            self._has_run[worker_name(worker)] = True
 
     def load(self, worker: int) -> int:
         """Return the number of sequences of all HTTP processes in a worker."""
-        return sum(self._outstanding[worker :: len(self.worker_names)])
+        return sum(self._outstanding[worker :: self._all_workers])
 
     def count(self, http: int, row: int, column: str, count: int = 1) -> None:
         """Add to a count of an HTTP process's sequences.
@@ -189,9 +205,8 @@ class SharedState:
 
     def http_process_died(self, http: int) -> None:
         """Settle the counts of a dead process. Its sequences have ended, because nobody waits for them."""
-        workers = len(self.worker_names)
-        self._outstanding[http * workers : (http + 1) * workers] = [0] * workers
-        self._users[http * _MAX_VERSIONS : (http + 1) * _MAX_VERSIONS] = [0] * _MAX_VERSIONS
+        for numbers, width in ((self._outstanding, self._all_workers), (self._users, MAX_VERSIONS)):
+            numbers[http * width : (http + 1) * width] = [0] * width
         for row in range(MAX_NAMES):
             start = (http * MAX_NAMES + row) * _WIDTH
             submitted, refused, begun, *ended = self._sequences[start : start + _WIDTH]

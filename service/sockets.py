@@ -1,8 +1,8 @@
 """Frames between HTTP processes and inference processes, over Unix sockets in a private folder.
 
-Each worker listens on a socket. Each HTTP process connects to every worker. A frame is a 4-byte length and a
-MessagePack array. Nothing is pickled. Each side notices the death of the other at once. This module knows the messages
-of wire.py, but not their meaning.
+Each worker listens on a socket. Each HTTP process connects to the workers of all listed checkpoints. A frame is a
+4-byte length and a MessagePack array. Nothing is pickled. Each side notices the death of the other at once. This module
+knows the messages of wire.py, but not their meaning.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ BACKLOG_SECONDS = 0.05  # without progress; then the process does not count as r
 
 
 class WorkerFound(msgspec.Struct):
-    """For an HTTP process, instead of a frame: the worker answers."""
+    """For an HTTP process, instead of a frame: a worker that runs this version of a checkpoint answers."""
+
+    version: int
 
 
 class WorkerLost(msgspec.Struct):
     """For an HTTP process, instead of a frame: the connection ended, and the worker's sequences are lost."""
+
+    version: int
 
 
 class ConsumerLost(msgspec.Struct):
@@ -95,7 +99,8 @@ class _Connection:
 class WorkerSide:
     """A worker's connections to all HTTP processes."""
 
-    def __init__(self, folder: Path, worker_id: int):
+    def __init__(self, folder: Path, worker_id: int, version: int = 0):
+        self._version = version
         path = folder / f"{worker_id}.sock"
         path.unlink(missing_ok=True)  # left by a dead worker
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -170,7 +175,7 @@ class WorkerSide:
             if isinstance(message, Hello):
                 connection.consumer_id = message.consumer_id
                 self._connections[message.consumer_id] = connection
-                self.send(message, message.consumer_id)
+                self.send(Hello(message.consumer_id, self._version), message.consumer_id)
             elif connection.consumer_id is not None:
                 self._messages.append((connection.consumer_id, message))
 
@@ -198,19 +203,26 @@ class WorkerSide:
 
 
 class HttpSide:
-    """An HTTP process's connections to every worker, renewed after a loss. Needs the event loop.
+    """An HTTP process's connections to workers, renewed after a loss. Needs the event loop.
 
     It calls `received(worker_id, message)` for each message.
     """
 
     RETRY_SECONDS = 0.05
 
-    def __init__(self, folder: Path, num_workers: int, consumer_id: int, received: Callable[[int, WorkerEvent], None]):
-        self._consumer_id = consumer_id
+    def __init__(self, folder: Path, consumer_id: int, received: Callable[[int, WorkerEvent], None]):
+        self._folder, self._consumer_id = folder, consumer_id
         self._received = received
         self._connections: dict[int, _WorkerConnection] = {}
-        self.connected_workers: list[int] = []
-        self._tasks = [asyncio.create_task(self._keep_connected(folder, i)) for i in range(num_workers)]
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by worker
+        self.connected: dict[int, list[int]] = {}  # the connected workers of each version, by its id
+
+    def connect(self, workers: set[int]) -> None:
+        """Stay connected to these workers, and to no others."""
+        for worker in self._tasks.keys() - workers:
+            self._tasks.pop(worker).cancel()
+        for worker in workers - self._tasks.keys():
+            self._tasks[worker] = asyncio.create_task(self._keep_connected(worker))
 
     def send(self, item: Submits | Abort, worker_id: int) -> None:
         """Send to a worker. The frame is dropped if that worker is gone, which WorkerLost reports."""
@@ -218,8 +230,8 @@ class HttpSide:
         if connection is not None:
             connection.send(_frame(item))
 
-    async def _keep_connected(self, folder: Path, worker_id: int) -> None:
-        loop, path = asyncio.get_running_loop(), str(folder / f"{worker_id}.sock")
+    async def _keep_connected(self, worker_id: int) -> None:
+        loop, path = asyncio.get_running_loop(), str(self._folder / f"{worker_id}.sock")
         received = functools.partial(self._received, worker_id)
         while True:
             try:
@@ -230,23 +242,28 @@ class HttpSide:
             connection.send(_frame(Hello(self._consumer_id)))
             try:
                 # A worker that is being killed may still accept connections, so it counts only when it answers.
-                await asyncio.wait([connection.greeted, connection.ended], return_when=asyncio.FIRST_COMPLETED)
+                waiting: list[asyncio.Future[Any]] = [connection.greeted, connection.ended]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if connection.greeted.done():
                     self._connections[worker_id] = connection
-                    self.connected_workers = list(self._connections)
-                    received(WorkerFound())
+                    self.connected.setdefault(connection.greeted.result(), []).append(worker_id)
+                    received(WorkerFound(connection.greeted.result()))
                     await connection.ended
                     logger.warning("lost the connection to worker %d", worker_id)
             finally:
                 connection.transport.close()
-                if self._connections.pop(worker_id, None) is not None:
-                    self.connected_workers = list(self._connections)
-                    received(WorkerLost())
+                if self._connections.get(worker_id) is connection:
+                    del self._connections[worker_id]
+                    version = connection.greeted.result()
+                    self.connected[version].remove(worker_id)
+                    if not self.connected[version]:
+                        del self.connected[version]
+                    received(WorkerLost(version))
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        tasks = [*self._tasks.values()]
+        self.connect(set())
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _WorkerConnection(asyncio.Protocol):
@@ -257,7 +274,7 @@ class _WorkerConnection(asyncio.Protocol):
         self._reader: _Reader[FromWorker] = _Reader(FromWorker)
         self._unsent: list[bytes] = []
         self._loop = asyncio.get_running_loop()
-        self.greeted: asyncio.Future[None] = self._loop.create_future()
+        self.greeted: asyncio.Future[int] = self._loop.create_future()  # the version that the worker runs
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self.transport: asyncio.WriteTransport
 
@@ -278,7 +295,7 @@ class _WorkerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for message in self._reader.feed(data):
             if isinstance(message, Hello):
-                self.greeted.set_result(None)
+                self.greeted.set_result(message.version)
             else:
                 self._received(message)
 

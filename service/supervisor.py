@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from typing import Literal
 
 from service.shared import SharedState
 from service.words import plural
@@ -23,6 +24,7 @@ START_SECONDS = 600.0  # limit to become ready, including the capture of graphs 
 SETTLED_SECONDS = 5.0  # a process that ran this long is replaced at once, others after a pause
 MAX_FAILED_STARTS, WINDOW_SECONDS = 10, 300.0  # more failed starts within this time end the service
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds; the pause doubles with each failed start in a row
+RELEASE_SECONDS = 60.0  # limit to end after `release`
 
 
 class TooManyDeathsError(Exception):
@@ -31,7 +33,10 @@ class TooManyDeathsError(Exception):
 
 @dataclass
 class Watched:
-    """A process that must run. `start` starts it. `died` is called once for each death, before the next start."""
+    """A supervised process. `start` starts it. `died` is called once for each death, before the next start.
+
+    Only a kept process is replaced when it dies. One on trial has not become ready yet, and a released one is to end.
+    """
 
     name: str
     start: Callable[[], BaseProcess]
@@ -39,6 +44,9 @@ class Watched:
     start_seconds: float  # limit for its first heartbeat
     process: BaseProcess
     started_at: float
+    role: Literal["kept", "on trial", "released"]
+    released_at: float = 0.0
+    ending: str | None = None  # how a process on trial has ended
     restart_at: float | None = None  # None: the process runs
     failed_starts: int = 0  # in a row
     is_killed: bool = False  # True: killed because it hung, and not ended yet
@@ -60,13 +68,39 @@ class Supervisor:
         self._checked_at = self._patient_from = clock()
 
     def watch(
-        self, name: str, start: Callable[[], BaseProcess], died: Callable[[], None], start_seconds: float
+        self,
+        name: str,
+        start: Callable[[], BaseProcess],
+        died: Callable[[], None],
+        start_seconds: float,
+        is_on_trial: bool = False,
     ) -> None:
-        """Start a process and supervise it from now on."""
+        """Start a process and supervise it from now on. is_on_trial: if it dies before `keep`, it is not replaced."""
         self._state.beat("main")
         process = start()
         self._state.pids[name] = process.pid
-        self._watched[name] = Watched(name, start, died, start_seconds, process, self._clock())
+        role: Literal["kept", "on trial"] = "on trial" if is_on_trial else "kept"
+        self._watched[name] = Watched(name, start, died, start_seconds, process, self._clock(), role)
+
+    def ending(self, name: str) -> str | None:
+        """Return how a process on trial has ended; None: it runs."""
+        return self._watched[name].ending
+
+    def keep(self, name: str) -> None:
+        """End the trial of a process: it is replaced when it dies."""
+        self._watched[name].role = "kept"
+
+    def release(self, name: str) -> None:
+        """Send SIGTERM to a process, do not replace it, and forget it once it has ended."""
+        watched = self._watched[name]
+        if watched.ending is not None or watched.restart_at is not None:  # it does not run
+            del self._watched[name]
+            return
+        watched.role, watched.released_at = "released", self._clock()
+        watched.process.terminate()
+
+    def is_watched(self, name: str) -> bool:
+        return name in self._watched
 
     def processes(self, names: Iterable[str]) -> list[BaseProcess]:
         """Return the watched processes with these names, running or dead."""
@@ -79,10 +113,12 @@ class Supervisor:
         if now - self._checked_at > self._hang_seconds / 2:
             self._patient_from = now  # this process was stopped, and perhaps the others with it
         self._checked_at = now
-        for watched in self._watched.values():
+        for watched in list(self._watched.values()):
             if watched.restart_at is not None:
                 if watched.restart_at <= now:
                     self._restart(watched)
+            elif watched.ending is not None:
+                pass  # until its release
             elif not watched.process.is_alive():
                 self._bury(watched, now)
             elif not watched.is_killed and self._is_hung(watched, now):
@@ -92,6 +128,8 @@ class Supervisor:
                 self._patient_from = now  # the others may have waited for a lock that it held
 
     def _is_hung(self, watched: Watched, now: float) -> bool:
+        if watched.role == "released" and now - watched.released_at > RELEASE_SECONDS:
+            return True
         last = self._state.last_beat(watched.name)
         if last is None:
             return now - watched.started_at > watched.start_seconds
@@ -106,7 +144,13 @@ class Supervisor:
             watched.died()
         except OSError as error:  # its files are gone
             logger.error("%s: %s", watched.name, error)
+        if watched.role == "released":
+            del self._watched[watched.name]
+            return
         what = f"(process {watched.process.pid}) died ({_cause(watched.process)})"
+        if watched.role == "on trial":
+            watched.ending = f"{watched.name} {what} before it was ready"
+            return
         if not has_started:
             self._count_failed_start(watched, now, what)
             return

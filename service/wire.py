@@ -33,6 +33,7 @@ class Hello(msgspec.Struct, gc=False, array_like=True, tag=True):
     """The first frame of a connection, from an HTTP process. The worker echoes it when it reads."""
 
     consumer_id: int
+    version: int = 0  # in the echo: id of the version of a checkpoint that the worker runs (catalog.py)
 
 
 class Submit(msgspec.Struct, gc=False, array_like=True):
@@ -64,7 +65,6 @@ class Submit(msgspec.Struct, gc=False, array_like=True):
     request_id: str = ""  # for the log
     client: str = ""  # the client of the sequence; clients share the worker fairly
     weight: float = 1.0  # share of the client, above 0
-    model: int = 0  # id of the version of a checkpoint (catalog.py)
     reuse_group: str = ""  # keys and values are copied only between sequences of one group
 
     @property

@@ -234,6 +234,16 @@ def http_processes(server: RunningServer) -> list[psutil.Process]:
     return [found[name] for name in sorted(found)]
 
 
+def workers(server: RunningServer) -> dict[str, psutil.Process]:
+    """The inference processes, by name."""
+    found = {}
+    for child in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (name := child.name()).startswith("worker-") and child.status() != psutil.STATUS_ZOMBIE:
+                found[name] = child
+    return found
+
+
 def logprobs_of(values: Iterable[float], top_ids: Iterable[int] = (), top_values: Iterable[float] = ()) -> Logprobs:
     return Logprobs(bytearray(array("d", values)), bytearray(array("I", top_ids)), bytearray(array("d", top_values)))
 

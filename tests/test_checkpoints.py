@@ -1,20 +1,26 @@
 """Several checkpoints behind one server, and new ones at SIGHUP, without a failed request."""
 
 import concurrent.futures
+import contextlib
 import os
 import re
 import shutil
 import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
 from service.catalog import Catalog, Listing
 from service.model.checkpoint import Checkpoint, CheckpointError
+from service.rollout import Rollout
 from service.shared import MAX_NAMES, SharedState
-from tests.helpers import ENDLESS, SLOW, exact, http_processes, lasting, save_random, serving, wait_until, web
+from service.supervisor import Supervisor
+from tests.helpers import ENDLESS, SLOW, exact, http_processes, lasting, save_random, serving, wait_until, web, workers
 from tests.toolbox.http import pieces, text_of
 
 
@@ -125,12 +131,44 @@ def test_the_default_has_no_name_and_a_model_does_not_wait_for_the_slots_of_anot
             assert text(ask(server, "second", max_tokens=60)) == exact(second, "a", 60, seed=1)
 
 
+def test_a_checkpoint_whose_worker_is_gone_leaves_the_others_alone(tmp_path):
+    """The instance is not ready without it, and metrics tell which one it is."""
+    for seed, name in enumerate("ab"):
+        save_random(tmp_path / name, seed=seed)
+
+    def slots():
+        page = web.get(f"{server.url}/metrics").text.splitlines()
+        lines = [line.split('"') for line in page if line.startswith("chargpt_cache_slots{")]
+        return {name: float(value[2:]) for _, name, value in lines}
+
+    with serving(tmp_path, max_running_requests=4) as server:
+        assert {name: slots()[name] for name in "ab"} == {"a": 4, "b": 4}
+        main = psutil.Process(server.process.pid)
+        main.suspend()  # it cannot replace the worker
+        try:
+            workers(server)["worker-1"].kill()
+            wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 503)
+            assert text(ask(server, "a"))
+            refused = ask(server, "b")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+            assert text(ask(server, "a"))
+        finally:
+            main.resume()
+        server.wait_until_ready()
+        assert text(ask(server, "b")) and {name: slots()[name] for name in "ab"} == {"a": 4, "b": 4}
+        assert server.metric("chargpt_worker_restarts_total") == 1
+
+
 # -- SIGHUP --
 
 
 def test_checkpoints_change_under_load_without_a_failed_request(tmp_path):
     first = save_random(tmp_path / "plays", seed=1)
     save_random(tmp_path / "names", seed=2)
+
+    def pids():
+        return {name: process.pid for name, process in workers(server).items()}
+
     expected = {first.digest: exact(first, "a", 100, seed=1)}
     seen, failed, stop = Counter(), [], threading.Event()
     with serving(tmp_path, http_processes=2) as server:
@@ -144,26 +182,42 @@ def test_checkpoints_change_under_load_without_a_failed_request(tmp_path):
                 seen[name, answer.headers["x-checkpoint"], text(answer)] += 1
 
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            workers = [pool.submit(work, name) for name in ("plays", "names") * 2]
+            clients = [pool.submit(work, name) for name in ("plays", "names") * 2]
             try:
                 wait_until(lambda: len(seen) == 2)
+                names, plays = before = pids()
+                used = [process.cpu_times().user for process in workers(server).values()]
+                wait_until(
+                    lambda: all(
+                        process.cpu_times().user > seconds
+                        for process, seconds in zip(workers(server).values(), used, strict=True)
+                    ),
+                    otherwise="one process does the work of both checkpoints",
+                )
                 second = save_random(tmp_path / "plays", seed=3)
                 expected[second.digest] = exact(second, "a", 100, seed=1)
                 reload(server, "loaded", "plays")
                 assert served(server)["plays"] == second.digest
                 wait_until(lambda: len(seen) == 3)
+                # The process of the old one has ended; that of the other checkpoint is the same.
+                wait_until(lambda: pids().keys() == {names, "worker-2"})
+                assert pids()[names] == before[names] and plays not in pids()
+                assert server.metric("chargpt_workers") == server.metric("chargpt_workers_ready") == 2
                 third = save_random(tmp_path / "logs", seed=4)
                 reload(server, "loaded", "logs")
                 assert text(ask(server, "logs")) == exact(third, "a", 20, seed=1)
                 shutil.rmtree(tmp_path / "logs")
                 reload(server, "removed", "logs")
                 assert ask(server, "logs").status_code == 404
+                again = save_random(tmp_path / "logs", seed=5)  # while its process may still end
+                reload(server, "loaded", "logs")
+                assert text(ask(server, "logs")) == exact(again, "a", 20, seed=1)
                 reload_again = sum(seen.values()) + 20
                 wait_until(lambda: sum(seen.values()) > reload_again or failed)
             finally:
                 stop.set()
-            for worker in workers:
-                worker.result()
+            for client in clients:
+                client.result()
         assert failed == []
         texts = {(name, digest): text for name, digest, text in seen}
         assert len(texts) == len(seen) == 3  # a name, its checkpoint and the text always go together
@@ -229,7 +283,7 @@ def test_reading_a_large_checkpoint_at_sighup_holds_nothing_up(tmp_path):
 
 
 def test_a_stream_ends_on_the_checkpoint_with_which_it_began_though_its_worker_dies(tmp_path):
-    """The new worker loads the old version too, as long as a request uses it."""
+    """Its worker is replaced by one of the same version, as long as a request uses it."""
     expected = exact(save_random(tmp_path / "model", **SLOW), "a", 40, seed=1)
     with serving(tmp_path / "model") as server:
         body = {"prompt": "a", "max_tokens": 1500, "seed": 1, "stream": True}
@@ -239,10 +293,80 @@ def test_a_stream_ends_on_the_checkpoint_with_which_it_began_though_its_worker_d
             new = save_random(tmp_path / "model", seed=5)
             reload(server, "loaded", "chargpt")
             assert text(ask(server)) == exact(new, "a", 20, seed=1)
-            server.worker().kill()
+            assert workers(server).keys() == {"worker-0", "worker-1"}
+            workers(server)["worker-0"].kill()
             answer = text_of(pieces([*first, *lines])[:-1])
         assert len(answer) == 1500 and answer.startswith(expected)
         wait_until(lambda: "dropped checkpoint chargpt" in server.output(), otherwise=lambda: server.output())
+        assert workers(server).keys() == {"worker-1"}
+
+
+def test_roll_outs_under_load_while_processes_are_killed(tmp_path, chance):
+    """Ten in a row; at a random moment of each, one process is killed: of the old version, of the new one, or for HTTP.
+    A roll-out may be refused then; no text may be another's, and nothing of an old version may stay."""
+    current = save_random(tmp_path / "model", seed=0)
+    expected, failed, stop = {current.digest: exact(current, "a", 60, seed=1)}, [], threading.Event()
+    seen = Counter()
+    with serving(tmp_path / "model", http_processes=2, max_restarts=1000, dtype="float64") as server:
+
+        def work():
+            while not stop.is_set():
+                try:
+                    answer = ask(server, max_tokens=60)
+                except httpx.TransportError:  # its HTTP process was killed
+                    continue
+                if answer.status_code == 200:
+                    seen[answer.headers["x-checkpoint"], text(answer)] += 1
+                elif answer.status_code != 503 or answer.json()["error"]["code"] not in ("not_ready", "worker_lost"):
+                    failed.append(answer.text)
+
+        def results():
+            return sum(server.output().count(f"checkpoint chargpt: {it}: ") for it in ("loaded", "refused"))
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            clients = [pool.submit(work) for _ in range(4)]
+            try:
+                for number in range(1, 11):
+                    new = save_random(tmp_path / "model", seed=number)
+                    expected[new.digest] = exact(new, "a", 60, seed=1)
+                    before = results()
+                    server.process.send_signal(signal.SIGHUP)
+                    time.sleep(chance.uniform(0.0, 0.4))
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        chance.choice([*workers(server).values(), *http_processes(server)]).kill()
+                    wait_until(lambda before=before: results() > before, otherwise=server.output)
+                server.wait_until_ready()
+                if f"loaded: {new.digest[:12]}" not in server.output():  # it was refused
+                    reload(server, "loaded", "chargpt")
+                wait_until(lambda: (new.digest, expected[new.digest]) in seen or failed, otherwise=server.output)
+            finally:
+                stop.set()
+            for client in clients:
+                client.result()
+        assert failed == []
+        assert {digest: text for digest, text in seen} == {digest: expected[digest] for digest, _ in seen}
+        wait_until(lambda: len(workers(server)) == 1, otherwise=lambda: (workers(server), server.output()))
+        server.wait_until_all_ended()
+        assert served(server) == {"chargpt": new.digest}
+        assert server.stop() == 0 and "Traceback" not in server.output()
+
+
+def test_a_shutdown_during_a_roll_out(tmp_path, chance):
+    """At any moment of it, while a request runs on the old checkpoint."""
+    old = save_random(tmp_path / "model", seed=0)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for seed in range(1, 5):
+            with serving(tmp_path / "model") as server:
+                running = pool.submit(ask, server, max_tokens=20_000)
+                server.wait_until_metric("chargpt_num_requests_running", 1)
+                new = save_random(tmp_path / "model", seed=seed)
+                server.process.send_signal(signal.SIGHUP)
+                time.sleep(chance.uniform(0.0, 0.4))
+                assert server.stop() == 0, server.output()
+                assert len(text(running.result())) == 20_000
+                assert running.result().headers["x-checkpoint"] == old.digest
+                assert "Traceback" not in server.output()
+            old = new
 
 
 def test_a_bad_checkpoint_is_refused_and_the_old_one_keeps_serving(tmp_path):
@@ -325,12 +449,26 @@ def test_more_checkpoints_than_can_be_served_are_refused(tmp_path):
     assert refused(tmp_path, (None, tmp_path)) == "at most 256 checkpoints can be served, got 257"
 
 
-# -- the catalog alone --
+# -- the catalog and its roll-outs, with processes that the test plays --
+
+
+class Played:
+    """A process."""
+
+    def __init__(self, name):
+        self.name, self.pid, self.exitcode = name, 100, None
+
+    def is_alive(self):
+        return self.exitcode is None
+
+    def terminate(self):
+        self.exitcode = 0
 
 
 @pytest.fixture
-def catalog(tmp_path):
+def catalog(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "run"))
     save_random(tmp_path / "runs" / "a", seed=1)
     catalog = Catalog([(None, tmp_path / "runs")], "chargpt", tmp_path / "run")
     catalog.open()
@@ -340,37 +478,83 @@ def catalog(tmp_path):
 @pytest.fixture
 def state(catalog):
     state = SharedState(http_processes=2, workers=2)
-    catalog.publish(state)
-    for name in (*state.http_names, *state.worker_names):
-        state.pids[name] = 100
+    catalog.publish_first(state)
+    for name in state.http_names:
         state.beat(name)
         state.follow(name, 0)
     return state
 
 
+class PlayedRollout(Rollout):
+    """A roll-out, and the processes that it has started."""
+
+    def __init__(self, catalog, state):
+        supervisor = Supervisor(state, hang_seconds=1e9, max_failed_starts=9, window_seconds=300)
+        super().__init__(catalog, state, supervisor, self._play)
+        self.processes, self.no_memory = {}, False
+        self.allocate()
+        self.start()
+        for name in self.processes:
+            state.beat(name)
+
+    def _play(self, version, id):
+        if self.no_memory:
+            raise OSError(12, "Cannot allocate memory")
+        self.processes[f"worker-{id}"] = process = Played(version.id)
+        return process
+
+    def turn(self):
+        self._supervisor.check()
+        return self.check()
+
+    @property
+    def running(self):
+        """The version of each process."""
+        return {name: process.name for name, process in self.processes.items() if process.is_alive()}
+
+
+@pytest.fixture
+def rollout(catalog, state):
+    return PlayedRollout(catalog, state)
+
+
 def listing(catalog):
     found = Listing.read(catalog.folder)
-    return [version.id for version in found.load], [version.id for version in found.serve]
+    return [version.id for version in found.running], [version.id for version in found.serve]
 
 
-def test_a_list_changes_step_by_step_as_all_processes_follow(catalog, state, tmp_path):
+def copies(catalog):
+    return sorted(path.name for path in catalog.folder.glob("checkpoint-*"))
+
+
+OLD = {"worker-0": 1, "worker-1": 1}
+
+
+def test_a_list_changes_step_by_step(catalog, state, rollout, tmp_path):
     save_random(tmp_path / "runs" / "a", seed=2)
     catalog.refresh(state)
-    assert listing(catalog) == ([1, 2], [1])
-    state.follow("worker-0", state.generation.value)
-    assert not catalog.check(state) and listing(catalog) == ([1, 2], [1])
-    state.follow("worker-1", state.generation.value)
-    assert catalog.check(state) and listing(catalog) == ([1, 2], [2])
+    assert rollout.is_busy and not rollout.turn() and listing(catalog) == ([1], [1])
+    assert rollout.running == OLD | {"worker-2": 2, "worker-3": 2}
+    state.beat("worker-2")
+    assert not rollout.turn() and listing(catalog) == ([1], [1])
+    state.beat("worker-3")
+    assert rollout.turn() and listing(catalog) == ([1, 2], [2])
     state.follow("http-0", state.generation.value)
+    assert not rollout.turn() and rollout.step
     state.died("http-1")  # its replacement reads the newest
-    state.use(1, 1, 1)
-    assert not catalog.check(state) and not catalog.step
-    assert not catalog.check(state) and listing(catalog) == ([1, 2], [2])  # a request still uses it
-    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
-    state.use(1, 1, -1)
-    assert not catalog.check(state) and listing(catalog) == ([2], [2])
+    state.use(1, 0, 1)
+    assert not rollout.turn() and not rollout.is_busy
+    assert not rollout.turn() and listing(catalog) == ([1, 2], [2])  # a request still uses it
+    assert len(rollout.running) == 4 and len(copies(catalog)) == 2
+    state.use(1, 0, -1)
+    assert not rollout.turn() and listing(catalog) == ([2], [2])
+    assert not rollout.turn() and rollout.running == {"worker-2": 2, "worker-3": 2}
     assert state.num_reloads(0) == {"loaded": 1, "refused": 0, "removed": 0}
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert copies(catalog) == ["checkpoint-2"]
+    save_random(tmp_path / "runs" / "b", seed=3)
+    catalog.refresh(state)
+    rollout.turn()
+    assert rollout.running == {"worker-0": 3, "worker-1": 3, "worker-2": 2, "worker-3": 2}
 
 
 def is_complete(state):
@@ -378,20 +562,67 @@ def is_complete(state):
     return state.last_reads()["checkpoints"][0]
 
 
-@pytest.mark.parametrize("what", ["fails", "dies", "has died"])
-def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(catalog, state, tmp_path, what):
-    save_random(tmp_path / "runs" / "b", seed=2)
-    if what == "has died":  # and the other one, while main reads
-        state.died("worker-0"), state.died("worker-1")
+@pytest.mark.parametrize("what", ["ends", "is killed", "cannot be started"])
+def test_a_process_that_ends_before_it_is_ready_changes_nothing(catalog, state, rollout, tmp_path, what, caplog):
+    """Both checkpoints are refused, though one would run; nothing is left of them, and the next roll-out is another."""
+    for name in "bc":
+        save_random(tmp_path / "runs" / name, seed=2)
     catalog.refresh(state)
-    assert listing(catalog) == ([1, 2], [1])
-    if what == "fails":
-        state.follow("worker-1", state.generation.value, has_failed=True)
-    else:
-        state.died("worker-1")
-    assert not catalog.check(state) and listing(catalog) == ([1], [1])
-    assert not catalog.step and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
-    assert not is_complete(state)
+    rollout.no_memory = what == "cannot be started"
+    rollout.turn()
+    if what != "cannot be started":
+        assert len(rollout.running) == 6
+        for name in ("worker-2", "worker-3", "worker-4"):
+            state.beat(name)
+        rollout.processes["worker-3"].exitcode = 1 if what == "ends" else -9
+    assert not any(rollout.turn() for _ in range(3)) and not rollout.is_busy
+    assert rollout.running == OLD and listing(catalog) == ([1], [1]) and copies(catalog) == ["checkpoint-1"]
+    reason = {
+        "ends": "worker-3 (process 100) died (exit status 1) before it was ready; see the log",
+        "is killed": "worker-3 (process 100) died (signal 9: Killed) before it was ready; see the log",
+        "cannot be started": "no inference process can be started for it: Cannot allocate memory",
+    }[what]
+    assert [f"checkpoint {name}: refused: {reason}" in caplog.text for name in "bc"] == [True, True]
+    assert [state.num_reloads(catalog.listing.rows[name])["refused"] for name in "bc"] == [1, 1]
+    assert not is_complete(state) and not any(state.restarts[name] for name in state.worker_names)
+    rollout.no_memory = False
+    catalog.refresh(state)
+    rollout.turn()
+    for name in rollout.running:
+        state.beat(name)
+    assert rollout.turn() and list(catalog.served) == ["a", "b", "c"]
+    for name in state.http_names:
+        state.follow(name, state.generation.value)
+    assert not rollout.turn() and not rollout.is_busy and is_complete(state)
+
+
+def test_a_process_that_serves_is_replaced_whatever_a_roll_out_does(catalog, state, rollout, tmp_path):
+    """Of the old version and of the new one, at every moment; no longer once it was told to end."""
+
+    def kill(name):
+        state.assign(0, int(name.partition("-")[2]), 1)  # it has served
+        rollout.processes[name].exitcode = -9
+        old = rollout.processes[name]
+        rollout._supervisor._watched[name].started_at -= 100
+        rollout.turn()
+        assert rollout.processes[name].name == old.name and rollout.processes[name] is not old
+        state.beat(name)
+
+    save_random(tmp_path / "runs" / "a", seed=2)
+    catalog.refresh(state)
+    rollout.turn()
+    kill("worker-0")
+    for name in ("worker-2", "worker-3"):
+        state.beat(name)
+    assert rollout.turn()
+    kill("worker-1")
+    kill("worker-3")
+    for name in state.http_names:
+        state.follow(name, state.generation.value)
+    rollout.processes["worker-0"].exitcode = -9
+    rollout.turn()
+    assert rollout.running == {"worker-2": 2, "worker-3": 2}
+    assert not any(rollout.turn() for _ in range(3)) and copies(catalog) == ["checkpoint-2"]
 
 
 def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup(catalog, state, tmp_path, caplog):
@@ -399,36 +630,33 @@ def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup
     for name in "ab":
         save_random(tmp_path / "runs" / name, "\nab")
     catalog.refresh(state)
-    assert not catalog.step and listing(catalog) == ([1], [1])
+    assert catalog.found is None and listing(catalog) == ([1], [1])
     assert [state.num_reloads(catalog.listing.rows[name])["refused"] for name in "ab"] == [1, 1]
     assert "set --unknown-characters" in caplog.text
 
 
-def test_a_failure_is_not_taken_for_one_of_the_next_list(catalog, state, tmp_path):
-    save_random(tmp_path / "runs" / "b", seed=2)
-    catalog.refresh(state)
-    state.follow("worker-0", state.generation.value, has_failed=True)
-    catalog.check(state)
-    save_random(tmp_path / "runs" / "b", seed=3)
-    catalog.refresh(state)  # before the worker has looked again
-    assert not catalog.check(state) and catalog.step and not is_complete(state)
-    for name in state.worker_names:
-        state.follow(name, state.generation.value)
-    assert catalog.check(state) and list(catalog.served) == ["a", "b"]
-    for name in state.http_names:
-        state.follow(name, state.generation.value)
-    assert not catalog.check(state) and not catalog.step and is_complete(state)
-
-
-def test_a_list_that_cannot_be_written_leaves_the_old_one(catalog, state, tmp_path, monkeypatch):
+def test_a_list_that_cannot_be_written_leaves_the_old_one(catalog, state, rollout, tmp_path):
     save_random(tmp_path / "runs" / "b", seed=2)
     (tmp_path / "run" / "checkpoints.json.new").mkdir()  # in the way, as a full disk would be
     catalog.refresh(state)
-    assert not catalog.step and list(catalog.served) == ["a"] and state.generation.value == 0
+    rollout.turn()
+    for name in ("worker-2", "worker-3"):
+        state.beat(name)
+    assert not any(rollout.turn() for _ in range(3)) and not rollout.is_busy
+    assert list(catalog.served) == ["a"] and rollout.running == OLD and state.generation.value == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints.json.new")
-    assert not catalog.check(state) and listing(catalog) == ([1], [1])
+    assert not rollout.turn() and listing(catalog) == ([1], [1])
     catalog.refresh(state)
-    assert catalog.step
+    assert not rollout.turn() and len(rollout.running) == 4
+
+
+def test_more_versions_than_have_places_are_refused(catalog, state, rollout, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("service.catalog.MAX_VERSIONS", 2)
+    for name in "bc":
+        save_random(tmp_path / "runs" / name, seed=2)
+    catalog.refresh(state)
+    assert [version.name for version in catalog.found] == ["a", "b"]
+    assert "checkpoint c: refused: 2 versions of checkpoints have workers, which is the maximum" in caplog.text
 
 
 def test_a_folder_of_runs_that_is_not_there_removes_nothing(tmp_path):
@@ -438,7 +666,7 @@ def test_a_folder_of_runs_that_is_not_there_removes_nothing(tmp_path):
     catalog = Catalog([(None, tmp_path / "runs"), (None, tmp_path / "other")], "other", tmp_path / "run")
     catalog.open()
     state = SharedState()
-    catalog.publish(state)
+    catalog.publish_first(state)
     (tmp_path / "other" / "best").rename(tmp_path / "gone")  # it is no folder of runs now, with one named "last"
     catalog.refresh(state)
     (tmp_path / "runs").rename(tmp_path / "away")
@@ -446,26 +674,26 @@ def test_a_folder_of_runs_that_is_not_there_removes_nothing(tmp_path):
     assert not is_complete(state)
     (tmp_path / "runs").mkdir()  # an empty mount point
     catalog.refresh(state)
-    assert not catalog.step and list(catalog.served) == ["a", "b", "other"]
+    assert catalog.found is None and list(catalog.served) == ["a", "b", "other"]
     assert list(catalog.listing.rows) == ["a", "b", "other"] and not is_complete(state)
     (tmp_path / "runs").rmdir()
     (tmp_path / "away").rename(tmp_path / "runs")
     (tmp_path / "gone").rename(tmp_path / "other" / "best")
     catalog.refresh(state)
-    assert not catalog.step and is_complete(state)
+    assert catalog.found is None and is_complete(state)
 
 
 def test_a_run_whose_name_is_not_utf_8_is_left_out(catalog, state, tmp_path, caplog):
     save_random(Path(os.fsdecode(bytes(tmp_path / "runs") + b"/caf\xe9")))
     catalog.refresh(state)
-    assert not catalog.step and "because its name is not UTF-8" in caplog.text
+    assert catalog.found is None and "because its name is not UTF-8" in caplog.text
     assert state.generation.value == 0, "an unchanged list is not rolled out"
 
 
 def test_the_last_checkpoint_is_never_removed(catalog, state, tmp_path):
     shutil.rmtree(tmp_path / "runs" / "a")
     catalog.refresh(state)
-    assert not catalog.step and list(catalog.served) == ["a"] and not is_complete(state)
+    assert catalog.found is None and list(catalog.served) == ["a"] and not is_complete(state)
     assert Listing.read(catalog.folder) == catalog.listing
 
 
@@ -473,4 +701,4 @@ def test_a_full_disk_refuses_a_checkpoint(catalog, state, tmp_path, monkeypatch)
     save_random(tmp_path / "runs" / "b", seed=2)
     (tmp_path / "run" / "checkpoint-2").write_text("in the way")  # as root, no folder is read-only
     catalog.refresh(state)
-    assert not catalog.step and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
+    assert catalog.found is None and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1

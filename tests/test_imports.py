@@ -36,9 +36,11 @@ ARROWS = {
         "service.shared", "service.catalog",
     },
     "service.placement": {"service.engine", "service.model", "service.settings"},
+    "service.rollout": {"service.catalog", "service.observe", "service.shared", "service.supervisor"},
     "service.server": {
         "service.http", "service.engine", "service.model", "service.observe", "service.catalog", "service.placement",
-        "service.process", "service.settings", "service.sockets", "service.shared", "service.supervisor",
+        "service.process", "service.rollout", "service.settings", "service.sockets", "service.shared",
+        "service.supervisor",
     },
     "service.__main__": {
         "service.server", "service.placement", "service.settings", "service.model", "service.process",
@@ -46,8 +48,8 @@ ARROWS = {
     },
     "training": {"service.model", "service.engine", "service.wire", "service.text", "service.local"},
 }  # fmt: skip
-# Of the engine, only these two know that there are other processes.
-HOSTS = {"service.engine.worker", "service.engine.host"}
+# Of the engine, only this module knows that there are other processes.
+HOSTS = {"service.engine.worker"}
 HOSTS_ONLY = {
     "service.sockets", "service.process", "service.observe", "service.shared", "service.catalog", "service.settings",
     "litserve",

@@ -396,7 +396,7 @@ def test_auto_takes_as_many_slots_as_fit_the_gpus(monkeypatch, checkpoint):
     assert slots(max_running_requests=7) == 7
     with pytest.raises(BackendError, match="not one sequence fits into 0.7 GB"):
         slots(workers_per_device=2)
-    assert asked == [2, 2, 1]
+    assert asked == [2, 1]
 
 
 def test_unknown_memory_of_a_gpu_is_one_sentence(tmp_path, monkeypatch):

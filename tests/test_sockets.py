@@ -33,10 +33,16 @@ HTTP = 7  # the number of the HTTP process
 WORK = """
 import pathlib, sys
 from service.sockets import WorkerSide
-worker = WorkerSide(pathlib.Path(sys.argv[1]), 0)
+worker = WorkerSide(pathlib.Path(sys.argv[1]), 0, 5)
 while True:
     worker.receive(block=True)
 """
+
+
+def connected(http):
+    """The side of an HTTP process, which connects to worker 0."""
+    http.connect({0})
+    return http
 
 
 async def wait_for(condition):
@@ -55,17 +61,17 @@ async def test_worker_counts_as_connected_from_its_hello_until_its_connection_en
     with socket.socket(socket.AF_UNIX) as dying:
         dying.bind(str(sockets / "0.sock"))
         dying.listen()
-        http = HttpSide(sockets, 1, 7, lambda number, frame: received.append((number, frame)))
+        http = connected(HttpSide(sockets, 7, lambda number, frame: received.append((number, frame))))
         accepted, _ = await asyncio.to_thread(dying.accept)
         assert await asyncio.to_thread(accepted.recv, 1)  # the HTTP process has connected and identified itself
-        assert http.connected_workers == []
+        assert http.connected == {}
     accepted.close()
     with subprocess.Popen([sys.executable, "-c", WORK, sockets]) as worker, contextlib.ExitStack() as stack:
         stack.callback(worker.kill)
-        await wait_for(lambda: http.connected_workers == [0])
-        assert received == [(0, WorkerFound())]
-    await wait_for(lambda: http.connected_workers == [])
-    assert received == [(0, WorkerFound()), (0, WorkerLost())]
+        await wait_for(lambda: http.connected == {5: [0]})
+        assert received == [(0, WorkerFound(5))]
+    await wait_for(lambda: http.connected == {})
+    assert received == [(0, WorkerFound(5)), (0, WorkerLost(5))]
     await http.close()
 
 
@@ -102,8 +108,8 @@ async def received_by(worker, condition):
 
 async def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit_and_frames_arrive_in_order(sockets):
     others, worker = [], WorkerSide(sockets, 0)
-    other = HttpSide(sockets, 1, 8, lambda _, event: others.append(event))
-    await received_by(worker, lambda _: other.connected_workers == [0])
+    other = connected(HttpSide(sockets, 8, lambda _, event: others.append(event)))
+    await received_by(worker, lambda _: other.connected == {0: [0]})
     for number in range(20):
         other.send(Abort(number), 0)  # all in one write
     assert await received_by(worker, lambda found: len(found) == 20) == [(8, Abort(number)) for number in range(20)]
@@ -121,7 +127,7 @@ async def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit_and_fram
         assert lost == [(HTTP, ConsumerLost())]
         worker.send(step(2), HTTP)  # dropped
         await received_by(worker, lambda _: len(others) == 1 + frames)
-        assert others == [WorkerFound(), *(step(number) for number in range(frames))]
+        assert others == [WorkerFound(0), *(step(number) for number in range(frames))]
         assert len(await hung.read()) < 3 * frame_bytes  # the reader resumes, and finds the connection closed
     await other.close()
 
@@ -141,7 +147,7 @@ async def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_th
         while connection.unsent:
             worker.receive(block=True)
 
-    http = HttpSide(sockets, 1, HTTP, lambda _, event: received.append(type(event)))
+    http = connected(HttpSide(sockets, HTTP, lambda _, event: received.append(type(event))))
     await asyncio.to_thread(send, WorkerSide(sockets, 0))
     await wait_for(lambda: received == [WorkerFound] + [Step] * 50)
     await http.close()
@@ -165,9 +171,9 @@ async def test_a_partial_frame_is_discarded_when_its_connection_ends(sockets):
 
     (sockets / "0.sock").unlink()
     server = await asyncio.start_unix_server(answer, sockets / "0.sock")
-    http = HttpSide(sockets, 1, HTTP, lambda _, event: found.append(event))
+    http = connected(HttpSide(sockets, HTTP, lambda _, event: found.append(event)))
     await wait_for(lambda: len(found) >= 5)
-    assert found[:5] == [WorkerFound(), WorkerLost(), WorkerFound(), step(2, 100_000), WorkerLost()]
+    assert found[:5] == [WorkerFound(0), WorkerLost(0), WorkerFound(0), step(2, 100_000), WorkerLost(0)]
     await http.close()
     server.close()
 
@@ -202,3 +208,29 @@ async def test_a_connection_that_was_replaced_takes_nothing_with_it(sockets):
     async with asyncio.timeout(PATIENCE):
         assert await reader.read(1000)
     new.close()
+
+
+async def test_an_http_process_leaves_the_workers_that_are_no_longer_listed(sockets):
+    """And connects to the next one at the same place, which may run another version."""
+    found = []
+    http = HttpSide(sockets, HTTP, lambda worker, event: found.append((worker, event)))
+    workers = [WorkerSide(sockets, number, version) for number, version in enumerate((5, 5, 6))]
+
+    async def until(condition):
+        async with asyncio.timeout(PATIENCE):
+            while not condition():
+                for worker in workers:
+                    worker.receive(block=False)
+                await asyncio.sleep(0)
+
+    http.connect({0, 1})
+    await until(lambda: http.connected == {5: [0, 1]})
+    http.connect({1, 2})
+    await until(lambda: http.connected == {5: [1], 6: [2]})
+    await until(lambda: not workers[0].is_connected)
+    assert found[2:] == [(0, WorkerLost(5)), (2, WorkerFound(6))]
+    workers[0] = WorkerSide(sockets, 0, 7)
+    http.connect({0, 1, 2})
+    await until(lambda: http.connected == {5: [1], 6: [2], 7: [0]})
+    await http.close()
+    assert http.connected == {}

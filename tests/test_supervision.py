@@ -212,6 +212,27 @@ def test_supervisor_gives_up_on_a_process_that_takes_long_to_fail():
     assert len(starts) == 11
 
 
+def test_supervisor_forgets_a_process_that_was_told_to_end():
+    """It gets SIGTERM, and a minute; whether it ends then or at once, nothing replaces it."""
+    state, now, signals = SharedState(), [100.0], []
+    supervisor = Supervisor(state, hang_seconds=1e9, max_failed_starts=1, window_seconds=300, clock=lambda: now[0])
+    process = SimpleNamespace(
+        pid=7, exitcode=0, is_alive=lambda: "kill" not in signals,
+        terminate=lambda: signals.append("terminate"), kill=lambda: signals.append("kill"),
+    )  # fmt: skip
+    supervisor.watch("worker-0", lambda: process, lambda: signals.append("died"), 600)
+    state.beat("worker-0")
+    supervisor.release("worker-0")
+    while "kill" not in signals:
+        supervisor.check()
+        now[0] += 1.0
+    assert signals == ["terminate", "kill"] and 160 <= now[0] <= 163
+    assert supervisor.is_watched("worker-0")
+    supervisor.check()
+    assert signals == ["terminate", "kill", "died"] and not supervisor.is_watched("worker-0")
+    assert state.running().keys() == {"main"} and state.restarts["worker-0"] == 0
+
+
 # -- a process hangs --
 
 

@@ -38,8 +38,8 @@ class FairQueue:
     Operations take O(log n), amortized, except `begin` with `only`. The queue forgets a client without sequences.
     """
 
-    def __init__(self, max_running: int):
-        self.max_running = max_running
+    def __init__(self, slots: int):
+        self.slots = slots
         self.num_waiting = 0
         self.num_extra = 0  # of these, candidates of requests that were accepted before: they take nobody's place
         self._clients: dict[str, Client] = {}
@@ -130,10 +130,10 @@ class FairQueue:
             del self._clients[client.name]
 
     def is_below_share(self, request: Submit) -> bool:
-        """Whether a new request's client then runs and waits with at most an equal part of `max_running`."""
+        """Whether a new request's client then runs and waits with at most an equal part of the slots."""
         client = self._clients.get(request.client)
         count = 1 if client is None else client.num_running + client.num_waiting + 1
-        return count * (len(self._clients) + (client is None)) <= self.max_running
+        return count * (len(self._clients) + (client is None)) <= self.slots
 
     def is_below_part(self, request: Submit, max_waiting: int) -> bool:
         """Whether the client of a new request has fewer waiting sequences than its part of `max_waiting`, by weight."""

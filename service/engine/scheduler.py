@@ -60,7 +60,7 @@ class Scheduler:
     """
 
     def __init__(self, slots: int, max_waiting: int, config: GPTConfig, piece: int = 1):
-        self.slots = self.max_running = slots
+        self.slots = slots
         self.piece, self.max_waiting = piece, max_waiting
         self.by_slot: list[Sequence | None] = [None] * self.slots
         self.is_decoding = np.zeros(self.slots, dtype=bool)
@@ -89,21 +89,16 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return self.slots - len(self._free) + len(self.copying)
+        return self.slots - self.num_free
 
     @property
     def num_free(self) -> int:
-        return max(0, self.max_running - self.num_running)
+        return len(self._free) - len(self.copying)
 
     @property
     def is_saturated(self) -> bool:
         """Whether a new sequence of some client would have to wait."""
         return self.num_waiting >= self.num_free
-
-    def limit(self, max_running: int) -> None:
-        """Use at most `max_running` of the slots. Running sequences continue."""
-        assert 1 <= max_running <= self.slots
-        self.max_running = self.queue.max_running = max_running
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
@@ -246,7 +241,7 @@ class Scheduler:
         started: ids of sequences that start in this step. moved: takes up the sequence that loses its slot.
         """
         taker = self.queue.next_client()
-        if taker is None or self.num_running > self.max_running:
+        if taker is None:
             return False
         running: dict[Client, list[Sequence]] = {}
         for sequence in filter(None, self.by_slot):

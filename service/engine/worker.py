@@ -1,13 +1,12 @@
-"""The inference process: it loads the checkpoints and runs their engines.
+"""The inference process: it loads one checkpoint and runs its engine.
 
-Each turn of its synchronous loop takes the messages that arrived, runs one step of one engine, and sends one frame to
+Each turn of its synchronous loop takes the messages that arrived, runs one step of the engine, and sends one frame to
 each HTTP process that has deltas. The loop blocks while there is nothing to do. The process handles ids and frames
 only, no text and no HTTP.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -23,56 +22,57 @@ from litserve.loops.base import LitLoop
 from service.engine.scheduler import BusyError
 from service.observe.logs import configure_logging
 from service.process import become, spare_old_objects, trim_memory
-from service.shared import SharedState
-from service.sockets import IDLE_SECONDS, ConsumerLost, WorkerSide
+from service.shared import SharedState, worker_name
+from service.sockets import ConsumerLost, WorkerSide
 from service.wire import Abort, Delta, Refused, Step, Submit, Submits, consumer_of
 
 if TYPE_CHECKING:
     from service.catalog import Version
+    from service.engine.admission import Admission
     from service.engine.engine import Engine
-    from service.engine.host import Host, Hosted
-    from service.observe.metrics import Metrics
+    from service.observe.metrics import Metrics, ModelMetrics
     from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 NICENESS = 5  # HTTP processes get the CPU first, because refusals and first characters wait for them
 MAX_RETRY_SECONDS = 3600  # the largest Retry-After
+WARM_UP_CHARACTERS = 8
 
 
 class EngineAPI(LitAPI):
-    """The object that LitServe places on a device; it holds the engines of all checkpoints in the listing."""
+    """The object that LitServe places on a device; it holds the engine of one version of a checkpoint."""
 
     # Set by the server:
     settings: Settings  # without the API keys
-    folder: Path  # the folder of this run, with the listing of checkpoints
+    folder: Path  # the folder of this run, with the copies of checkpoints
     state: SharedState
+    version: Version
     backend: str
     dtype: str
     slots: int  # cache slots
     # Set by `setup`:
-    host: Host
+    admission: Admission
     metrics: Metrics
+    model_metrics: ModelMetrics
 
     def setup(self, device: str) -> None:
-        process = self.state.worker_names[int(os.environ["LITSERVE_WORKER_ID"])]
+        process = worker_name(int(os.environ["LITSERVE_WORKER_ID"]))
         become(process, self.state.main_pid)
         os.nice(NICENESS)
         configure_logging(self.settings.log_level, self.settings.log_format)
 
         from prometheus_client import CollectorRegistry
 
-        from service.engine.host import Host
+        from service.engine.admission import Admission
         from service.engine.selfcheck import SelfCheckError
         from service.model.checkpoint import CheckpointError
         from service.observe.metrics import Metrics
 
         self.metrics = Metrics(self.settings.model_name, CollectorRegistry(), process)
+        self.model_metrics = self.metrics.of(self.version.name)
         try:
-            self.host = Host(
-                self.folder, self.state, process, self.metrics, functools.partial(self.open_engine, device),
-                max_running=self.slots, loads_alone=self.backend == "cuda",
-            )  # fmt: skip
+            self.admission = Admission(self.open_engine(device), self.settings.max_queue_seconds)
         except Exception as error:
             if isinstance(error, CheckpointError | SelfCheckError):
                 logger.critical("%s", error)
@@ -84,32 +84,37 @@ class EngineAPI(LitAPI):
             else:
                 raise
             raise SystemExit(1) from None
-        self.metrics.cache_slots.set(self.slots)
+        self.model_metrics.cache_slots.set(self.slots)
         spare_old_objects()
 
-    def open_engine(self, device: str, version: Version) -> Engine:
-        """Load a version, check that its backend computes the model, and return an engine for it.
+    def open_engine(self, device: str) -> Engine:
+        """Load the checkpoint, check that the backend computes it, and return an engine that has run once.
 
         Raises:
             CheckpointError: the copy of the checkpoint is gone or was altered.
-            SelfCheckError: the backend computes something else than the model.
+            SelfCheckError: the backend computes something else than the model, or no text.
             RuntimeError, MemoryError: the model does not run here.
         """
         from service.engine.backends import open_runner
         from service.engine.engine import Engine
-        from service.engine.selfcheck import check
+        from service.engine.selfcheck import SelfCheckError, check
+        from service.model.params import SamplingParams
 
-        settings, checkpoint = self.settings, version.read(self.folder)
+        settings, checkpoint = self.settings, self.version.read(self.folder)
         runner = open_runner(checkpoint, self.backend, self.dtype, self.slots, settings.threads, device)
         check(runner, checkpoint)
         logger.info(
             "serving %s on %s: backend %s, dtype %s, slots %d, threads %d%s",
-            version.source, device, runner.backend, runner.dtype, runner.slots, settings.threads,
+            self.version.source, device, runner.backend, runner.dtype, runner.slots, settings.threads,
             f" ({description})" if (description := getattr(runner, "description", "")) else "",
         )  # fmt: skip
         if runner.backend == "cuda":
             logger.info("a GPU pays with many sequences at once; a lone text is expected to be faster on a CPU")
-        return Engine(runner, max_waiting=settings.max_queued_requests)
+        engine = Engine(runner, max_waiting=settings.max_queued_requests)
+        (ids,) = engine.generate([Submit(0, [0], WARM_UP_CHARACTERS, SamplingParams())])  # the first request is fast
+        if len(ids) < WARM_UP_CHARACTERS:
+            raise SelfCheckError("the model does not run: its logits are not finite")
+        return engine
 
 
 class EngineLoop(LitLoop):
@@ -121,7 +126,6 @@ class EngineLoop(LitLoop):
         self._stopping = False
         self._flush_at = 0.0
         self._is_trimmed = True  # whether no message has arrived since memory was trimmed
-        self._early: list[tuple[int, Submits]] = []  # requests for models that this process may be about to load
 
     def __call__(self, *arguments: Any) -> None:
         try:
@@ -131,24 +135,23 @@ class EngineLoop(LitLoop):
             raise SystemExit(1) from None
 
     def run(self, lit_api: EngineAPI, device: str, worker_id: int, request_queue: Any, folder: Path, *_: Any) -> None:
-        host, metrics = lit_api.host, lit_api.metrics
-        lit_api.state.beat(lit_api.state.worker_names[worker_id])
         if self._sockets is None:
-            host.show()
-            self._sockets = WorkerSide(folder, worker_id)
+            self._sockets = WorkerSide(folder, worker_id, lit_api.version.id)
             signal.signal(signal.SIGTERM, self._stop)
-        sockets = self._sockets
-        if self._stopping and not sockets.is_connected:
+        lit_api.state.beat(worker_name(worker_id))
+        if self._stopping and not self._sockets.is_connected:
             raise SystemExit(0)
-        if host.follow(IDLE_SECONDS):
-            return
-        began = time.monotonic()
-        is_idle = not host.has_work
+        began = self._receive(lit_api, self._sockets)
+        if lit_api.admission.engine.has_work:
+            self._step(lit_api, self._sockets, began)
+
+    def _receive(self, lit_api: EngineAPI, sockets: WorkerSide) -> float:
+        """Handle the messages that arrived; without work, wait for one. Returns when the turn began."""
+        metrics, is_idle, began = lit_api.metrics, not lit_api.admission.engine.has_work, time.monotonic()
         if is_idle or began >= self._flush_at:
             metrics.flush()
             self._flush_at = began + metrics.FLUSH_SECONDS
-        early, self._early = self._early, []
-        messages = [*early, *sockets.receive(block=is_idle and (not early or host.is_behind))]
+        messages = sockets.receive(block=is_idle)
         if is_idle:
             waited_until = time.monotonic()
             metrics.engine_idle_seconds.inc(waited_until - began)
@@ -159,64 +162,50 @@ class EngineLoop(LitLoop):
             self._is_trimmed = True
             trim_memory()
         for consumer_id, message in messages:
-            self._handle(lit_api, sockets, message, consumer_id)
-        hosted = host.next()
-        if hosted is None:
-            return
-        engine, receiving_until = hosted.engine, time.monotonic()
-        is_saturated = engine.scheduler.is_saturated
-        deltas = engine.step()
-        seconds = time.monotonic() - receiving_until
-        if is_saturated:
-            num_ended = sum(delta.ended_at is not None for delta in deltas)
-            hosted.drain.observe(began, num_ended, time.monotonic())
-        if not is_saturated or not engine.has_work:
-            hosted.drain.pause()
+            self._handle(lit_api.admission, sockets, message, consumer_id)
+        return began
+
+    def _step(self, lit_api: EngineAPI, sockets: WorkerSide, began: float) -> None:
+        """Run a step of the engine, and send its results."""
+        engine, received_at = lit_api.admission.engine, time.monotonic()
         frames: defaultdict[int, list[Delta]] = defaultdict(list)  # one for each HTTP process
-        for delta in deltas:
+        for delta in lit_api.admission.step(began):
             frames[consumer_of(delta.id)].append(delta)
         for consumer_id, its_deltas in frames.items():
             sockets.send(Step.of(its_deltas), consumer_id)
-        transport_seconds = receiving_until - began + time.monotonic() - engine.stats.ended_at
-        _observe(host, hosted, lit_api.slots, transport_seconds)
-        host.ran(hosted, seconds)
+        transport_seconds = received_at - began + time.monotonic() - engine.stats.ended_at
+        _observe(lit_api.model_metrics, engine, lit_api.slots, transport_seconds)
 
     def _handle(
-        self, lit_api: EngineAPI, sockets: WorkerSide, message: Submits | Abort | ConsumerLost, consumer_id: int
+        self, admission: Admission, sockets: WorkerSide, message: Submits | Abort | ConsumerLost, consumer_id: int
     ) -> None:
-        host = lit_api.host
+        engine = admission.engine
         match message:
             case Submits():
                 for submit in message.each():
-                    self._submit(lit_api, sockets, submit, consumer_id)
+                    self._submit(admission, sockets, submit, consumer_id)
             case Abort(id):
-                self._early = [it for it in self._early if it[1].first.id != id]
-                for hosted in host.models.values():
-                    hosted.engine.abort(id)
+                engine.abort(id)
             case ConsumerLost():
-                self._early = [it for it in self._early if it[0] != consumer_id]
-                for hosted in host.models.values():
-                    for id in hosted.engine.ids:
-                        if consumer_of(id) == consumer_id:
-                            hosted.engine.abort(id)
+                for id in engine.ids:
+                    if consumer_of(id) == consumer_id:
+                        engine.abort(id)
 
-    def _submit(self, lit_api: EngineAPI, sockets: WorkerSide, submit: Submit, consumer_id: int) -> None:
-        host = lit_api.host
-        if submit.model not in host.models and host.is_behind:
-            self._early.append((consumer_id, Submits(submit, [])))
-            return
+    def _submit(self, admission: Admission, sockets: WorkerSide, submit: Submit, consumer_id: int) -> None:
         try:
-            hosted = host.models[submit.model]  # KeyError: replaced before this process started
-            hosted.submit(submit, lit_api.settings.max_queue_seconds)
+            admission.submit(submit)
         except BusyError as error:
-            seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(submit))))
+            seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(admission.expected_wait(submit))))
             sockets.send(Refused(submit.id, str(error), seconds), consumer_id)
         except Exception:  # only this request fails
             logger.exception("a sequence could not be queued", extra={"request_ids": [submit.request_id]})
             sockets.send(Step.of([Delta(submit.id, [], "error")]), consumer_id)
 
     def _stop(self, *_: Any) -> None:
-        """Handle SIGTERM: exit when no HTTP process is connected any more. The HTTP processes end first."""
+        """Handle SIGTERM: exit when no HTTP process is connected any more.
+
+        Each HTTP process ends before, or follows a listing without this process's checkpoint.
+        """
         self._stopping = True
         assert self._sockets is not None
         self._sockets.wake()
@@ -228,9 +217,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in text or "status_alloc_failed" in text
 
 
-def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -> None:
-    """Record the metrics of a model's last step."""
-    metrics, stats = hosted.metrics, hosted.engine.stats
+def _observe(metrics: ModelMetrics, engine: Engine, slots: int, transport_seconds: float) -> None:
+    """Record the metrics of the last step."""
+    stats, scheduler = engine.stats, engine.scheduler
     metrics.iteration.observe(stats.seconds)
     for phase, seconds in stats.phases.items():
         metrics.iteration_phase(phase).observe(seconds)
@@ -245,9 +234,6 @@ def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -
         metrics.dropped_tokens.inc(stats.num_dropped_tokens)
     if stats.num_moved:
         metrics.num_preemptions.inc(stats.num_moved)
-    # An earlier or later version of the same model has the same series.
-    schedulers = [other.engine.scheduler for other in host.models.values() if other.metrics is metrics]
-    running = sum(scheduler.num_running for scheduler in schedulers)
-    metrics.num_requests_running.set(running)
-    metrics.num_requests_waiting.set(sum(scheduler.num_waiting for scheduler in schedulers))
-    metrics.cache_slots_in_use.set(running)
+    metrics.num_requests_running.set(scheduler.num_running)
+    metrics.num_requests_waiting.set(scheduler.num_waiting)
+    metrics.cache_slots_in_use.set(scheduler.num_running)

@@ -76,7 +76,7 @@ async def running(app: App, process_id: int, connections: ConnectionLimits) -> A
             metrics.flush()
 
     tasks = [asyncio.create_task(beat(service, process)), asyncio.create_task(tick())]
-    async with client.connected():
+    async with client.connected(service.listing):
         if service.state.generation.value != service.listing.generation:  # the listing is that of the parent process
             await follow(service, process)
         show(service, process)  # at once, because the next heartbeat may be BEAT_SECONDS away
@@ -107,7 +107,7 @@ async def beat(service: Service, process: str) -> None:
 
 
 async def follow(service: Service, process: str) -> None:
-    """Serve the models of the main process's current listing."""
+    """Serve the models of the main process's current listing, once this process is connected to their workers."""
     folder = current_folder()
     known = {model.id for model in service.models.values()}
     try:
@@ -116,6 +116,9 @@ async def follow(service: Service, process: str) -> None:
         checkpoints = {version.id: await asyncio.to_thread(version.read, folder) for version in new}
     except (OSError, CheckpointError) as error:  # tried again at the next heartbeat
         logger.error("the new list of checkpoints cannot be followed: %s", error)
+        return
+    service.client.connect(listing)
+    if not await service.client.have_workers(checkpoints):  # tried again too: one may just be replaced
         return
     service.serve(listing, checkpoints)
     service.state.follow(process, listing.generation)

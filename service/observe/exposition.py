@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 from service import release
 from service.model.checkpoint import Checkpoint
 from service.observe import metrics
-from service.shared import REASONS, SharedState
+from service.shared import REASONS, SharedState, worker_name
 
 Kind = TypeVar("Kind", GaugeMetricFamily, CounterMetricFamily)
 
@@ -40,6 +40,7 @@ class Exposition(Collector):
     service_name: str
     served: Callable[[], Mapping[str, Checkpoint]]  # by name
     rows: Callable[[], Mapping[str, int]]  # row in shared memory of every name that was ever listed
+    workers: Callable[[], Iterable[int]]  # numbers of the workers that should run
     engine: dict[str, str]  # labels of its info
     state: SharedState
     hang_seconds: float
@@ -75,9 +76,11 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families = {family.name: family for family in MultiProcessCollector(CollectorRegistry()).collect()}
-        total = sum(sample.value for sample in families["chargpt_cache_slots"].samples)  # 0 without a worker
-        in_use = families["chargpt_cache_slots_in_use"].samples
-        shares = [(sample.labels["model_name"], min(1.0, sample.value / total)) for sample in in_use if total]
+        slots, in_use = (
+            {sample.labels["model_name"]: sample.value for sample in families[f"chargpt_{stem}"].samples}
+            for stem in ("cache_slots", "cache_slots_in_use")
+        )  # 0 without a worker
+        shares = [(name, min(1.0, in_use.get(name, 0.0) / total)) for name, total in slots.items() if total]
         usage = _gauge("kv_cache_usage_perc", "Share of cache slots in use, 0 to 1", shares)
         for family in (usage, *self._processes(), *self._identity(), *self._sequences()):
             families[family.name] = family
@@ -103,14 +106,15 @@ class Exposition(Collector):
             (_counter, "cpu_seconds", "CPU time of a process, user and system, in seconds", 6),
         ):
             yield kind(f"process_{stem}", help, [(service, row[0], row[column]) for row in seen], "process")
-        for stem, restarts, text, names in (
-            ("http_processes", "http_process_restarts", "HTTP processes", state.http_names),
-            ("workers", "worker_restarts", "inference workers", state.worker_names),
+        workers = [worker_name(id) for id in self.workers()]
+        for stem, restarts, text, names, all_names in (
+            ("http_processes", "http_process_restarts", "HTTP processes", state.http_names, state.http_names),
+            ("workers", "worker_restarts", "inference workers", workers, state.worker_names),
         ):
             ready = sum(state.is_responsive(name, self.hang_seconds) for name in names)
             yield _gauge(stem, f"Number of {text} that should run", [(service, len(names))])
             yield _gauge(f"{stem}_ready", f"Number of {text} that have started and do not hang", [(service, ready)])
-            num_restarts = sum(state.restarts[name] for name in names)
+            num_restarts = sum(state.restarts[name] for name in all_names)
             yield _counter(restarts, f"Restarts of {text} after a crash", [(service, num_restarts)])
         expiry = "When the certificate in use expires, in seconds since the Unix epoch; only with TLS"
         at = [] if self.certificate_expires_at is None else [(service, self.certificate_expires_at)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
@@ -27,8 +28,8 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 RATIOS = tuple(i / 10 for i in range(1, 11))
 
-# Bytes of prometheus-client's files of one process by kind, for the series of the service and of each model. All series
-# fit if names are short.
+# Bytes of prometheus-client's files of an HTTP process by kind, for the series of the service and of each model. All
+# series fit if names are short. Those of a worker take less than twice MODEL_FILES.
 FILES = {"counter": 1 << 19, "histogram": 1 << 21, "gauge_livesum": 1 << 14}
 MODEL_FILES = {"counter": 1 << 13, "histogram": 3 << 16, "gauge_livesum": 1 << 12}
 SPARE_MODELS = 8  # models that may be added while the service runs
@@ -184,6 +185,7 @@ class ModelMetrics(_Series):
     # Recorded by inference processes.
     num_requests_running: Annotated[Gauge, "Sequences running in a cache slot"]
     num_requests_waiting: Annotated[Gauge, "Sequences waiting in the queue"]
+    cache_slots: Annotated[Gauge, "Cache slots"]
     cache_slots_in_use: Annotated[Gauge, "Cache slots in use"]
     num_preemptions: Annotated[Counter, "Sequences that lost their slot to another client and go on later"]
     iteration_batch_size: Annotated[Histogram, "Sequences decoded per engine step", COUNTS]
@@ -249,7 +251,6 @@ class Metrics(_Series):
     http_max_connections: Annotated[Gauge, "Open HTTP connections allowed, without the reserve for probes"]
     held_bytes: Annotated[Gauge, "Memory that requests in progress may need, by estimate, in bytes"]
     max_held_bytes: Annotated[Gauge, "Memory that requests in progress may need at most, by estimate, in bytes"]
-    cache_slots: Annotated[Gauge, "Cache slots"]
     engine_idle_seconds: Annotated[Counter, "Time without work in the engine, in seconds"]
 
     def __init__(self, service_name: str, registry: CollectorRegistry, process: str):
@@ -312,7 +313,7 @@ def current_folder() -> Path:
 
 
 def allocate_files(processes: Iterable[str], model_names: Collection[str]) -> None:
-    """Reserve the disk space of all processes' files. They are mapped, so a write to a full disk would be SIGBUS.
+    """Reserve the disk space of HTTP processes' files. They are mapped, so a write to a full disk would be SIGBUS.
 
     model_names: names of the service and of the models. SPARE_MODELS more fit; beyond them, files grow.
 
@@ -325,6 +326,21 @@ def allocate_files(processes: Iterable[str], model_names: Collection[str]) -> No
             total = size + SPARE_MODELS * model + sum(model + (size + model) * name // 128 for name in names)
             with open(current_folder() / f"{kind}_{process}.db", "wb") as file:
                 file.write(bytes(total))
+
+
+def allocate_worker_files(process: str, model_name: str) -> None:
+    """Reserve the disk space of a worker's files before it starts. They keep the series of earlier models.
+
+    Raises OSError: the disk is full.
+    """
+    for kind, size in MODEL_FILES.items():
+        path = current_folder() / f"{kind}_{process}.db"
+        used, allocated = 0, path.stat().st_size if path.exists() else 0
+        if allocated:
+            with open(path, "rb") as file:
+                used = int.from_bytes(file.read(4), sys.byteorder)
+        with open(path, "ab") as file:
+            file.write(bytes(max(0, used + 2 * size * (1 + len(json.dumps(model_name)) // 64) - allocated)))
 
 
 def forget_process(process: str) -> None:

@@ -302,7 +302,7 @@ def refuses(scheduler, client):
 def test_a_place_goes_to_the_client_that_runs_the_fewest(seed, clients):
     """Whatever ends when, and whatever it weighs."""
     r = random.Random(seed)
-    queue, ids, running = FairQueue(max_running=60), itertools.count(), []
+    queue, ids, running = FairQueue(60), itertools.count(), []
     for client in range(clients):
         for _ in range(400):
             options = {"weight": 1.0 + client, "priority": r.randint(-1000, 1000)}
@@ -480,7 +480,7 @@ def test_candidates_of_accepted_requests_take_nobodys_place():
 
 
 def test_places_in_the_queue_are_shared_by_weight():
-    queue = FairQueue(max_running=8)
+    queue = FairQueue(8)
     counts, weights = {"light": 3, "heavy": 5}, {"light": 1.0, "heavy": 3.0, "new": 4.0}
 
     def of(client):

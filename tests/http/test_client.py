@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from service.catalog import Version
+from service.catalog import Listing, Version
 from service.constrain.regex import compile_regex
 from service.http.connection.errors import ApiError
 from service.http.models.model import Model
@@ -30,6 +30,8 @@ from tests.helpers import logprobs_of
 from tests.toolbox.http import PATIENCE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+VERSION = Version(1, 0, "m", "", "", 0)
+LISTING = Listing(0, [VERSION], [VERSION], {"m": 0})
 CONFIG = GPTConfig(vocab_size=2, block_size=4, n_layer=2, n_head=1, n_kv_head=1, n_embd=8)
 
 
@@ -80,12 +82,13 @@ class Peer:
 
 @pytest.fixture
 async def peer(sockets):
-    peer = Peer(WorkerSide(sockets, 0))
+    peer = Peer(WorkerSide(sockets, 0, VERSION.id))
     metrics = Metrics("m", peer.registry, "http-0")
     peer.client = EngineClient(sockets, 0, metrics, peer.state)
     checkpoint = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
-    peer.model = Model(Version(1, "m", "", "", ""), checkpoint, 0, 1000, PatternThread())
+    peer.model = Model(VERSION, checkpoint, 0, 1000, PatternThread())
     peer.model.metrics = metrics.of("m")
+    peer.client.served = {VERSION.id}
 
     async def tick():
         while True:
@@ -93,7 +96,7 @@ async def peer(sockets):
             peer.client.sweep(time.monotonic())
 
     pumping, ticking = asyncio.create_task(peer.until(lambda: peer.client.is_ready)), asyncio.create_task(tick())
-    async with peer.client.connected():
+    async with peer.client.connected(LISTING):
         await pumping
         yield peer
         metrics.flush()
@@ -248,14 +251,14 @@ async def test_the_time_per_character_is_that_after_the_first_ones(peer, counts)
 
 async def test_idle_workers_take_turns_and_come_before_busy_ones(sockets):
     """One of them once got all requests that came one after the other."""
-    workers, received = [WorkerSide(sockets, number) for number in range(2)], [0, 0]
+    workers, received = [WorkerSide(sockets, number, VERSION.id) for number in range(2)], [0, 0]
     state = SharedState(workers=2)
-    for name in state.worker_names:
+    for name in ("worker-0", "worker-1"):
         state.beat(name)
     metrics = Metrics("m", CollectorRegistry(), "http-0")
     client = EngineClient(sockets, 0, metrics, state)
     checkpoint = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
-    model = Model(Version(1, "m", "", "", ""), checkpoint, 0, 1000, PatternThread())
+    model = Model(VERSION, checkpoint, 0, 1000, PatternThread())
     model.metrics = metrics.of("m")
 
     async def until(condition):
@@ -264,8 +267,8 @@ async def test_idle_workers_take_turns_and_come_before_busy_ones(sockets):
                 received[number] += sum(isinstance(it, Submits) for _, it in worker.receive(block=False))
             await asyncio.sleep(0)
 
-    async with client.connected():
-        await until(lambda: len(client._sockets.connected_workers) == 2)
+    async with client.connected(LISTING):
+        await until(lambda: client._sockets.connected == {VERSION.id: [0, 1]})
 
         async def started():
             """A sequence, and the number of its worker."""
@@ -286,6 +289,51 @@ async def test_idle_workers_take_turns_and_come_before_busy_ones(sockets):
             assert number != busy
             generation.abort()
         metrics.flush()
+
+
+async def test_sequences_go_to_workers_of_their_own_checkpoint(sockets):
+    """One whose worker is lost does not go to the idle worker of another checkpoint: it waits for its replacement."""
+    versions = [Version(number, number, "ab"[number], "", "", 0) for number in range(2)]
+    listing = Listing(0, versions, versions, {"a": 0, "b": 1})
+    workers, received = [WorkerSide(sockets, it.place, it.id) for it in versions], [[], []]
+    state, metrics = SharedState(), Metrics("m", CollectorRegistry(), "http-0")
+    client = EngineClient(sockets, 0, metrics, state)
+    checkpoint = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
+    models = [Model(version, checkpoint, number, 1000, PatternThread()) for number, version in enumerate(versions)]
+    for model in models:
+        state.beat(f"worker-{model.place}")
+        model.metrics = metrics.of(model.name)
+    client.served = {model.id for model in models}
+
+    async def until(condition):
+        async with asyncio.timeout(PATIENCE):
+            while not condition():
+                for number, worker in enumerate(workers):
+                    received[number] += [
+                        it.first.id for _, it in worker.receive(block=False) if isinstance(it, Submits)
+                    ]
+                await asyncio.sleep(0)
+
+    connecting = asyncio.create_task(until(lambda: client.is_ready))
+    async with client.connected(listing):
+        await connecting
+        generations = [client.start(models[number % 2], [submit([0])], time.monotonic()) for number in range(6)]
+        await until(lambda: [len(ids) for ids in received] == [3, 3])
+        expected = [[next(iter(it.open)) for it in generations[number::2]] for number in range(2)]
+        assert received == expected
+        for connection in list(workers[1]._connections.values()):
+            (sockets / "1.sock").unlink(missing_ok=True)
+            workers[1]._drop(connection)
+        await until(lambda: not client.is_ready)
+        waiting = client.start(models[1], [submit([0])], time.monotonic())
+        client.start(models[0], [submit([0])], time.monotonic()).abort()
+        await until(lambda: len(received[0]) == 4)
+        received[1].clear()
+        workers[1] = WorkerSide(sockets, 1, versions[1].id)
+        await until(lambda: client.is_ready and len(received[1]) == 4)
+        assert received[1] == [*expected[1], next(iter(waiting.open))] and len(received[0]) == 4
+        for generation in (*generations, waiting):
+            generation.abort()
 
 
 async def test_a_prompt_travels_without_what_no_logit_depends_on(peer):
@@ -481,8 +529,8 @@ async def test_a_refusal_before_the_worker_is_asked_is_for_a_moment_and_of_what_
         assert set(peer.client._full) == (set() if patience or count > 1 else {"b"})
         await peer.until(lambda count=count: len(peer.received) == 2 * count - 1)  # the other is aborted
         peer.received.clear()
-    peer.client.num_models = 2  # whose queues are others
+    peer.client.served.add(2)  # whose queue is another
     peer.client.refuse_if_full("b")
-    peer.client.num_models = 1
+    peer.client.served.remove(2)
     peer.client.sweep(time.monotonic() + 60.0)
     peer.client.refuse_if_full("b")

@@ -177,7 +177,7 @@ class Lease:
     def use(self, model: Model) -> None:
         """Keep the model until the request's end, even if another model takes its name. A shutdown waits for it."""
         self.model = model
-        self._ledger.state.use(self._ledger.process_id, model.id, 1)
+        self._ledger.state.use(self._ledger.process_id, model.place, 1)
 
     def hold(self, bytes: int, num_sequences: int = 1) -> None:
         """Change the memory held to `bytes`. Raises ApiError: 429, it does not fit; nothing has changed."""
@@ -233,7 +233,7 @@ class Lease:
         if self._charge is not None:
             ledger.limits.give_back(self.client, self._charge, num_characters)
         if self.model is not None:
-            ledger.state.use(ledger.process_id, self.model.id, -1)
+            ledger.state.use(ledger.process_id, self.model.place, -1)
 
     def _rejected(self, error: ApiError, num_sequences: int = 1) -> ApiError:
         """Count a refusal that may succeed later, and return its error."""

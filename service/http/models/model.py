@@ -28,7 +28,8 @@ class Model(TextModel):
             MAX_REGEX_CHARACTERS,
         )
         self.checkpoint = checkpoint
-        self.id, self.name, self.digest, self.row = version.id, version.name, version.digest, row
+        self.id, self.place, self.row = version.id, version.place, row
+        self.name, self.digest = version.name, version.digest
         self.cache = PatternCache(thread)
         self.created_at = version.created_at
 

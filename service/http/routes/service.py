@@ -63,7 +63,7 @@ class Service:
         devices: list[str],
     ):
         self.settings = settings
-        # The resolved `auto` settings, the slots per worker, and the device of each worker.
+        # The resolved `auto` settings, the slots per worker, and the device of each worker of a model.
         self.backend, self.dtype, self.slots, self.devices = backend, dtype, slots, devices
         self.state = state
         self.random = Random()  # source of ids, and of seeds for requests without one
@@ -86,12 +86,13 @@ class Service:
             settings.model_name,
             lambda: {name: model.checkpoint for name, model in self.models.items()},
             lambda: self.listing.rows,
+            lambda: self.listing.workers(state),
             engine={"backend": backend, "dtype": dtype}, state=state, hang_seconds=settings.hang_seconds,
         )  # fmt: skip
 
     @property
     def exact_window(self) -> int:
-        """Candidates of a request that workers have at once: half of them wait, so that no slot does."""
+        """Candidates of a request that workers of its model have at once: half of them wait, so that no slot does."""
         return 2 * self.slots * len(self.devices)
 
     @property
@@ -107,7 +108,7 @@ class Service:
                 known[version.id] = Model(version, checkpoints[version.id], row, self._patterns)
         self.listing, self.models = listing, {version.name: known[version.id] for version in listing.serve}
         if self.metrics is not None:
-            self.client.num_models = len(self.models)
+            self.client.served = {model.id for model in self.models.values()}
             for model in self.models.values():
                 model.metrics = self.metrics.of(model.name)
 
@@ -260,7 +261,7 @@ class Service:
     def start(self, request: Request, submits: list[Submit], **options: Any) -> Generation:
         """Run sequences of an admitted request. `options` are those of EngineClient.start.
 
-        Raises ApiError: 503, no worker is connected.
+        Raises ApiError: 503, no worker of the model is connected.
         """
         lease = request.lease
         model, client, is_accepted = lease.model, lease.client, bool(request.generations)

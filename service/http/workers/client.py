@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from service.catalog import Listing
 from service.http.connection.errors import ApiError
 from service.http.models.model import Model
 from service.http.workers.exact import ExactGeneration
 from service.http.workers.sequences import HOMELESS, TICK_SECONDS, Generation, SequenceState
 from service.observe.metrics import Metrics
-from service.shared import SharedState
+from service.shared import SharedState, worker_name
 from service.sockets import HttpSide, WorkerEvent, WorkerFound, WorkerLost
 from service.text.exact import Exact
 from service.wire import Abort, Delta, FinishReason, Refused, Step, Submit, Submits, sequence_id
@@ -33,7 +34,7 @@ from service.words import plural
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 5.0  # grace period after the deadline of a sequence without news
-CONNECT_SECONDS = 5.0  # longest wait of a starting HTTP process for a first worker
+CONNECT_SECONDS = 5.0  # longest wait for a worker of each checkpoint
 MAX_RUNS = 2  # runs of a sequence whose workers are lost: it may be the cause
 REFUSING_SECONDS = 0.25  # time after a refusal during which the client's other sequences are refused at once
 REPLACING_SECONDS = 2.0  # time after a lost worker during which new requests wait for another one
@@ -57,10 +58,10 @@ class Full:
 
 
 class EngineClient:
-    """Connects to every worker, and sends each sequence to the worker with the fewest sequences.
+    """Connects to the workers, and sends each sequence to that worker of its model with the fewest sequences.
 
     hang_seconds: a worker without a heartbeat for this long is not ready.
-    capacity: sequences of one client that an idle worker accepts for each model.
+    capacity: sequences of one client that an idle worker accepts.
     patience: the longest wait in a queue that workers accept. A refused sequence with a shorter time limit, or one of
     several sequences, says nothing about its client's other requests.
     """
@@ -79,10 +80,10 @@ class EngineClient:
         self.state, self.consumer_id = state, consumer_id
         self._hang_seconds, self._capacity, self._patience = hang_seconds, capacity, patience
         self._full: dict[str, Full] = {}  # by client
-        self.num_models = 1
-        self._lost_at = -math.inf  # time of the latest loss of a worker
+        self.served: set[int] = set()  # ids of the versions that new requests use
+        self._lost_at: dict[int, float] = {}  # time of the latest loss of a worker, by version
         self.loop = asyncio.get_running_loop()
-        self._sockets = HttpSide(folder, len(state.worker_names), consumer_id, self._received)
+        self._sockets = HttpSide(folder, consumer_id, self._received)
         # Differs from the ids of an earlier process, whose deltas may still arrive.
         self._numbers = itertools.count(int(time.time()) << 16)
         self._running: dict[int, tuple[Generation, SequenceState]] = {}  # by sequence id
@@ -96,12 +97,33 @@ class EngineClient:
         self._is_receiving = False
         self._hungry: dict[Generation, None] = {}  # may run more sequences then
 
+    def connect(self, listing: Listing) -> None:
+        """Stay connected to the workers of the listed versions, and to no others."""
+        self._sockets.connect(listing.workers(self.state))
+
     @property
     def is_ready(self) -> bool:
-        return any(map(self._is_responsive, self._sockets.connected_workers))
+        """True if each served model has a worker that answers."""
+        return bool(self.served) and self._have_workers(self.served)
+
+    def _have_workers(self, versions: Iterable[int]) -> bool:
+        return all(any(map(self._is_responsive, self._workers_of(version))) for version in versions)
+
+    async def have_workers(self, versions: Collection[int]) -> bool:
+        """Wait until each of these versions has a worker that answers. Returns False after CONNECT_SECONDS."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONNECT_SECONDS):
+                while not self._have_workers(versions):
+                    await asyncio.sleep(0.005)
+                return True
+        return False
+
+    def _workers_of(self, version: int) -> list[int]:
+        """Return the connected workers of a version."""
+        return self._sockets.connected.get(version, [])
 
     def _is_responsive(self, worker: int) -> bool:
-        return self.state.is_responsive(self.state.worker_names[worker], self._hang_seconds)
+        return self.state.is_responsive(worker_name(worker), self._hang_seconds)
 
     def refuse_if_full(self, client: str) -> None:
         """Refuse requests of a flood early, without asking a worker that would refuse them.
@@ -110,7 +132,7 @@ class EngineClient:
         than requests have arrived.
         """
         full = self._full.get(client)
-        if full is None or self.num_models > 1 or time.monotonic() >= full.until:
+        if full is None or len(self.served) > 1 or time.monotonic() >= full.until:
             return
         if not full.num_ended:
             self.metrics.request_rejected("queue_full")
@@ -135,16 +157,14 @@ class EngineClient:
         exact: runs the candidates of these exact answers; `submits` are its templates.
         is_accepted: the request has run other sequences before.
 
-        Raises ApiError: 503, no worker is connected.
+        Raises ApiError: 503, no worker of the model is connected.
         """
         # A worker without a heartbeat gets requests too: it continues after a pause, or is replaced.
-        is_connected = bool(self._sockets.connected_workers)
-        if not is_connected and not is_accepted and not self._is_replacing(len(submits)):
+        is_connected = bool(self._workers_of(model.id))
+        if not is_connected and not is_accepted and not self._is_replacing(model, len(submits)):
             model.metrics.request_rejected("not_ready", len(submits))
             raise _not_ready()
         self.count(model, "submitted", len(submits))
-        for submit in submits:
-            submit.model = model.id
         generation = (
             Generation(self, model, submits, arrived_at, echo, interval, window)
             if exact is None
@@ -153,10 +173,16 @@ class EngineClient:
         generation.refill(is_accepted)
         return generation
 
-    def _is_replacing(self, count: int) -> bool:
-        """True if no worker is left but one was just lost, so a replacement may be ready soon."""
-        is_lost = time.monotonic() < self._lost_at + REPLACING_SECONDS
-        return is_lost and len(self._running) + count <= self._capacity
+    def _is_replacing(self, model: Model, count: int) -> bool:
+        """True if no worker of the model is left but one was just lost, so a replacement may be ready soon."""
+        if time.monotonic() >= self._replaced_by(model):
+            return False
+        running = sum(generation.model is model for generation, _ in self._running.values())
+        return running + count <= self._capacity
+
+    def _replaced_by(self, model: Model) -> float:
+        """Return when new sequences have waited long enough for the replacement of a worker that was lost."""
+        return self._lost_at.get(model.id, -math.inf) + REPLACING_SECONDS
 
     def run(self, generation: Generation, sequences: list[SequenceState], must_run: bool) -> None:
         """Run sequences of a generation."""
@@ -180,13 +206,13 @@ class EngineClient:
         self._hungry[generation] = None
 
     def _send(self, generation: Generation, sequences: list[SequenceState]) -> None:
-        """Send sequences to workers, or keep them until one is connected."""
-        workers = self._sockets.connected_workers
+        """Send sequences to workers of their model, or keep them until one is connected."""
+        workers = self._workers_of(generation.model.id)
         if not workers:
             for sequence in sequences:
                 until = generation.deadline
                 if not sequence.submit.must_run:
-                    until = min(until, self._lost_at + REPLACING_SECONDS)
+                    until = min(until, self._replaced_by(generation.model))
                 self._homeless[sequence.submit.id] = until
             return
         seconds = max(0.0, generation.deadline - time.monotonic())
@@ -224,6 +250,8 @@ class EngineClient:
             self.abort(generation, "timeout")
         for client in [it for it, full in self._full.items() if full.until <= now]:
             del self._full[client]
+        for version in [it for it, at in self._lost_at.items() if at + REPLACING_SECONDS <= now]:
+            del self._lost_at[version]
         self._refill()
 
     def _refuse(self, id: int, reason: str, error: ApiError) -> None:
@@ -289,16 +317,15 @@ class EngineClient:
             self._open.pop(generation, None)
 
     @contextlib.asynccontextmanager
-    async def connected(self) -> AsyncIterator[None]:
-        """Stay connected to the workers. The block begins when one of them answers.
+    async def connected(self, listing: Listing) -> AsyncIterator[None]:
+        """Stay connected to the workers. The block begins when one of each served model answers.
 
-        Workers are loaded before HTTP processes start. If none answers within CONNECT_SECONDS, requests get 503.
+        Workers are loaded before HTTP processes start. If none of a model answers within CONNECT_SECONDS, its requests
+        get 503.
         """
+        self.connect(listing)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CONNECT_SECONDS):
-                    while not self.is_ready:
-                        await asyncio.sleep(0.005)
+            await self.have_workers(self.served)
             yield
         finally:
             await self._sockets.close()
@@ -319,12 +346,13 @@ class EngineClient:
                     self._refuse(id, "queue_full", _queue_full(message))
                     if is_single and generation.timeout_seconds >= self._patience:
                         self._full[sequence.submit.client] = Full(message, now + REFUSING_SECONDS)
-                case WorkerFound():
+                case WorkerFound(version):
                     for generation, sequence in list(self._running.values()):
-                        self._go_on(generation, sequence)
-                case WorkerLost():
+                        if generation.model.id == version:
+                            self._go_on(generation, sequence)
+                case WorkerLost(version):
                     lost = [entry for entry in self._running.values() if entry[1].worker == worker]
-                    self._lost_at = now
+                    self._lost_at[version] = now
                     for generation, sequence in lost:
                         self._leave(sequence)
                         self._go_on(generation, sequence)
