@@ -21,6 +21,7 @@ from service.rollout import Rollout
 from service.shared import MAX_NAMES, SharedState
 from service.supervisor import Supervisor
 from tests.helpers import ENDLESS, SLOW, exact, http_processes, lasting, save_random, serving, wait_until, web, workers
+from tests.http.programs import changed
 from tests.toolbox.http import pieces, text_of
 
 
@@ -307,7 +308,8 @@ def test_roll_outs_under_load_while_processes_are_killed(tmp_path, chance):
     current = save_random(tmp_path / "model", seed=0)
     expected, failed, stop = {current.digest: exact(current, "a", 60, seed=1)}, [], threading.Event()
     seen = Counter()
-    with serving(tmp_path / "model", http_processes=2, max_restarts=1000, dtype="float64") as server:
+    program = changed({"service.supervisor.MAX_FAILED_STARTS": 1000})
+    with serving(tmp_path / "model", program, http_processes=2, dtype="float64") as server:
 
         def work():
             while not stop.is_set():
@@ -489,7 +491,7 @@ class PlayedRollout(Rollout):
     """A roll-out, and the processes that it has started."""
 
     def __init__(self, catalog, state):
-        supervisor = Supervisor(state, hang_seconds=1e9, max_failed_starts=9, window_seconds=300)
+        supervisor = Supervisor(state, hang_seconds=1e9)
         super().__init__(catalog, state, supervisor, self._play)
         self.processes, self.no_memory = {}, False
         self.allocate()

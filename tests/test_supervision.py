@@ -215,7 +215,7 @@ def test_supervisor_gives_up_on_a_process_that_takes_long_to_fail():
 def test_supervisor_forgets_a_process_that_was_told_to_end():
     """It gets SIGTERM, and a minute; whether it ends then or at once, nothing replaces it."""
     state, now, signals = SharedState(), [100.0], []
-    supervisor = Supervisor(state, hang_seconds=1e9, max_failed_starts=1, window_seconds=300, clock=lambda: now[0])
+    supervisor = Supervisor(state, hang_seconds=1e9, clock=lambda: now[0])
     process = SimpleNamespace(
         pid=7, exitcode=0, is_alive=lambda: "kill" not in signals,
         terminate=lambda: signals.append("terminate"), kill=lambda: signals.append("kill"),

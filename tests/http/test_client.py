@@ -86,7 +86,7 @@ async def peer(sockets):
     metrics = Metrics("m", peer.registry, "http-0")
     peer.client = EngineClient(sockets, 0, metrics, peer.state)
     checkpoint = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
-    peer.model = Model(VERSION, checkpoint, 0, 1000, PatternThread())
+    peer.model = Model(VERSION, checkpoint, 0, PatternThread())
     peer.model.metrics = metrics.of("m")
     peer.client.served = {VERSION.id}
 
@@ -258,7 +258,7 @@ async def test_idle_workers_take_turns_and_come_before_busy_ones(sockets):
     metrics = Metrics("m", CollectorRegistry(), "http-0")
     client = EngineClient(sockets, 0, metrics, state)
     checkpoint = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
-    model = Model(VERSION, checkpoint, 0, 1000, PatternThread())
+    model = Model(VERSION, checkpoint, 0, PatternThread())
     model.metrics = metrics.of("m")
 
     async def until(condition):
@@ -299,7 +299,7 @@ async def test_sequences_go_to_workers_of_their_own_checkpoint(sockets):
     state, metrics = SharedState(), Metrics("m", CollectorRegistry(), "http-0")
     client = EngineClient(sockets, 0, metrics, state)
     checkpoint = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
-    models = [Model(version, checkpoint, number, 1000, PatternThread()) for number, version in enumerate(versions)]
+    models = [Model(version, checkpoint, number, PatternThread()) for number, version in enumerate(versions)]
     for model in models:
         state.beat(f"worker-{model.place}")
         model.metrics = metrics.of(model.name)
