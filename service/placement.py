@@ -23,7 +23,7 @@ from service.words import plural
 
 logger = logging.getLogger(__name__)
 
-SLOTS = 72  # cache slots without a GPU: those of the largest request, and some for other clients
+SLOTS = 72  # cache slots without a GPU; more add no speed
 
 
 class BackendError(ValueError):

@@ -14,7 +14,6 @@ nothing about engines, HTTP or LitServe.
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
@@ -24,8 +23,6 @@ from service.catalog import Catalog, Version
 from service.observe.metrics import allocate_worker_files, forget_process
 from service.shared import SharedState, worker_name
 from service.supervisor import START_SECONDS, Supervisor
-
-logger = logging.getLogger(__name__)
 
 SERVE_SECONDS = 60.0  # limit for all HTTP processes to follow, before the next roll-out may begin
 

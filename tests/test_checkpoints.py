@@ -22,7 +22,7 @@ from service.shared import MAX_NAMES, SharedState
 from service.supervisor import Supervisor
 from tests.helpers import ENDLESS, SLOW, exact, http_processes, lasting, save_random, serving, wait_until, web, workers
 from tests.http.programs import changed
-from tests.toolbox.http import pieces, text_of
+from tests.toolbox.http import PATIENCE, pieces, text_of
 
 
 def ask(server, model=None, **body):
@@ -354,21 +354,22 @@ def test_roll_outs_under_load_while_processes_are_killed(tmp_path, chance):
 
 
 def test_a_shutdown_during_a_roll_out(tmp_path, chance):
-    """At any moment of it, while a request runs on the old checkpoint."""
-    old = save_random(tmp_path / "model", seed=0)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        for seed in range(1, 5):
-            with serving(tmp_path / "model") as server:
-                running = pool.submit(ask, server, max_tokens=20_000)
-                server.wait_until_metric("chargpt_num_requests_running", 1)
-                new = save_random(tmp_path / "model", seed=seed)
+    """At any moment of it, while a stream runs on the old checkpoint."""
+    old, body = save_random(tmp_path / "model", **SLOW), {"prompt": "a", "max_tokens": 600, "seed": 1, "stream": True}
+    for seed in range(1, 4):
+        with serving(tmp_path / "model") as server:
+            with web.stream("POST", f"{server.url}/generate", json=body) as stream:
+                assert stream.headers["x-checkpoint"] == old.digest
+                lines = stream.iter_lines()
+                first = next(lines)
+                old = save_random(tmp_path / "model", seed=seed, **SLOW)
                 server.process.send_signal(signal.SIGHUP)
-                time.sleep(chance.uniform(0.0, 0.4))
-                assert server.stop() == 0, server.output()
-                assert len(text(running.result())) == 20_000
-                assert running.result().headers["x-checkpoint"] == old.digest
-                assert "Traceback" not in server.output()
-            old = new
+                time.sleep(chance.uniform(0.0, 1.0))
+                server.process.terminate()
+                assert len(text_of(pieces([first, *lines])[:-1])) == 600
+            assert server.process.wait(PATIENCE) == 0, server.output()
+            server.wait_until_gone()
+            assert "Traceback" not in server.output()
 
 
 def test_a_bad_checkpoint_is_refused_and_the_old_one_keeps_serving(tmp_path):

@@ -125,7 +125,7 @@ class EngineLoop(LitLoop):
         self._sockets: WorkerSide | None = None
         self._stopping = False
         self._flush_at = 0.0
-        self._is_trimmed = True  # whether no message has arrived since memory was trimmed
+        self._is_trimmed = False  # whether memory was trimmed since the last message, or since loading
 
     def __call__(self, *arguments: Any) -> None:
         try:

@@ -87,7 +87,7 @@ def collector():
 def server(checkpoint, collector):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
-        options = {"http_processes": 2, "max_queued_requests": 60}
+        options = {"http_processes": 2, "max_queued_requests": 50}
         yield from lasting(checkpoint.path, otlp_traces_endpoint=collector.url, **options)
 
 

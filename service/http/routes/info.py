@@ -153,7 +153,7 @@ async def livez(service: Service, request: Request) -> None:
 
 
 async def readyz(service: Service, request: Request) -> None:
-    """Check that requests are accepted: not at the start, without a worker, or during a shutdown."""
+    """Check that requests are accepted: not at the start, if a model has no worker, or during a shutdown."""
     if service.state.is_in("leaving"):
         is_draining = service.state.is_in("draining")
         return await _respond(request, {"status": "draining" if is_draining else "shutting down"}, 503)
