@@ -14,14 +14,15 @@
 //              where no text can make them overflow: see `fits_half`
 //   padding    heads, widths and the vocabulary are padded with zeros to whole Lanes
 //
-// Every thread takes whole sequences and runs them on its own for all steps of a call. Only where there is much to read
-// or few sequences do threads share each product, and wait for each other between: see `Net::run`.
+// Every thread takes whole sequences and runs them on its own for all steps of a call. If there is much to read, or if
+// there are few sequences, threads share each product and wait for each other in between: see `Net::run`.
 // Compiled once per instruction set (setup.py); native.py chooses one at run time and calls the functions at the end.
 // Knows ids and slots; nothing of requests, stops or text.
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -841,10 +842,13 @@ template <class F> INLINE bool comes_soon(F&& is_due) {
   return false;
 }
 
-// Runs a function on all threads, the caller's included.
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+// Runs a function on several threads, including the caller's.
 class Pool {
  public:
-  explicit Pool(int size) {
+  explicit Pool(int size) : begins(size) {
     try {
       for (int i = 1; i < size; ++i) threads.emplace_back([this, i] { work(i); });
     } catch (...) {
@@ -855,19 +859,26 @@ class Pool {
   ~Pool() { stop(); }
   int size() const { return int(threads.size()) + 1; }
 
-  template <class F> void run(int count, F&& function) {
+  // Call function(i) for i in [0, count), and wait for the ends of the calls. is_optional: threads that have not woken up
+  // when the caller's function ends do not call it.
+  template <class F> void run(int count, F&& function, bool is_optional = false) {
     if (count > 1) {
       {
         std::lock_guard<std::mutex> guard(mutex);
         call = [](void* f, int i) { (*(std::remove_reference_t<F>*)f)(i); };
         argument = (void*)&function;
-        wanted = count;
+        wanted = asleep = count - 1;
         pending = count - 1;
         ++generation;
       }
-      begin.notify_all();
+      for (int i = 1; i < count; ++i) begins[i].notify_one();
     }
     function(0);
+    if (count > 1 && is_optional) {
+      std::lock_guard<std::mutex> guard(mutex);
+      pending -= std::exchange(asleep, 0);
+      wanted = 0;
+    }
     const auto is_done = [this] { return pending.load(std::memory_order_acquire) == 0; };
     if (count > 1 && !comes_soon(is_done)) {
       std::unique_lock<std::mutex> lock(mutex);
@@ -881,7 +892,7 @@ class Pool {
       std::lock_guard<std::mutex> guard(mutex);
       is_ending = true;
     }
-    begin.notify_all();
+    for (auto& begin : begins) begin.notify_one();
     for (auto& thread : threads) thread.join();
   }
 
@@ -890,10 +901,11 @@ class Pool {
     for (;;) {
       {
         std::unique_lock<std::mutex> lock(mutex);
-        begin.wait(lock, [&] { return is_ending || generation != seen; });
+        begins[index].wait(lock, [&] { return is_ending || generation != seen; });
         if (is_ending) return;
         seen = generation;
-        if (index >= wanted) continue;
+        if (index > wanted) continue;
+        --asleep;
       }
       call(argument, index);
       std::lock_guard<std::mutex> guard(mutex);
@@ -903,34 +915,109 @@ class Pool {
 
   std::vector<std::thread> threads;
   std::mutex mutex;
-  std::condition_variable begin, end;
+  std::vector<std::condition_variable> begins;  // one per thread
+  std::condition_variable end;
   void (*call)(void*, int) = nullptr;
   void* argument = nullptr;
-  int wanted = 0;
+  int wanted = 0, asleep = 0;  // threads of the call beside the caller's, and those of them that have not begun
   std::atomic<int> pending{0};
   uint64_t generation = 0;
   bool is_ending = false;
 };
 
-// Threads that run one batch together wait for each other here. Meant for threads that have a processor
-// each; after some spins they offer it to others.
+// What the threads of a team share.
 class Barrier {
  public:
-  void wait(int size) {
-    if (size == 1) return;
-    const uint32_t now = generation.load(std::memory_order_acquire);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-      arrived.store(0, std::memory_order_relaxed);
-      generation.store(now + 1, std::memory_order_release);
-      return;
+  // is_optional: the first thread also runs batches alone, see Team::meets.
+  Barrier(int size, bool is_optional) : is_optional(is_optional), places(size) {}
+
+  const bool is_optional;
+  int size() const { return int(places.size()); }
+  // Whether the threads of an optional team recently got a CPU each.
+  bool is_quick() const { return Clock::now() >= slow_until; }
+
+ private:
+  friend class Team;
+  struct alignas(64) Place {
+    std::atomic<uint32_t> arrivals{0};
+  };
+  std::vector<Place> places;  // one per thread
+  bool is_dismissed = false;  // the first thread writes it before it arrives
+  Clock::time_point slow_until{};
+};
+
+// A thread's membership of a team, whose threads run each batch together. The first thread leads, the others follow.
+class Team {
+ public:
+  Team() = default;  // of one thread
+  Team(Barrier& barrier, int index) : index(index), size(barrier.size()), barrier(&barrier) {
+    if (index) return;
+    for (auto& place : barrier.places) place.arrivals.store(0, std::memory_order_relaxed);
+    barrier.is_dismissed = false;
+  }
+
+  bool is_alone() const { return size == 1; }
+  // The thread's share of `count` things, as (first, end).
+  std::pair<int, int> share(int count) const { return {count * index / size, count * (index + 1) / size}; }
+
+  // Wait for all others. Spins, as each thread is meant to have a CPU, then offers the CPU to other threads.
+  void wait() {
+    if (is_alone()) return;
+    arrive();
+    if (comes_soon([this] { return have_arrived(arrivals); })) return;
+    const auto began = Clock::now();
+    while (!have_arrived(arrivals)) std::this_thread::yield();
+    waited += Seconds(Clock::now() - began).count();
+  }
+
+  // For the first thread, before a batch: wait for the others, and return whether they share it. In an optional team
+  // they do not share it if one of them has not yet woken up, or has no CPU.
+  bool meets() {
+    if (is_alone()) return true;
+    if (barrier->is_optional) {
+      if (waited > HELD_UP) {
+        barrier->slow_until = Clock::now() + std::chrono::duration_cast<Clock::duration>(Seconds(TIMES_SLOW * waited));
+        dismiss();
+        return true;
+      }
+      if (!have_arrived(arrivals + 1)) return false;
     }
-    if (comes_soon([&] { return generation.load(std::memory_order_acquire) != now; })) return;
-    while (generation.load(std::memory_order_acquire) == now) std::this_thread::yield();
+    wait();
+    return true;
+  }
+
+  // For the first thread: go on alone.
+  void dismiss() {
+    if (is_alone()) return;
+    barrier->is_dismissed = true;
+    arrive();
+    size = 1;
+  }
+
+  // For the others: whether there is another batch.
+  bool follows() {
+    wait();
+    return !barrier->is_dismissed;
   }
 
  private:
-  alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<uint32_t> generation{0};
+  // Threads that wait for each other lose more than they win if other programs use their CPUs. If the first thread of an
+  // optional team has waited for HELD_UP seconds in a call, beyond its spins, it does the rest of the call alone, and
+  // further calls for TIMES_SLOW times the time that it waited. So waiting costs at most 1 / TIMES_SLOW of the time.
+  static constexpr double HELD_UP = 0.0005, TIMES_SLOW = 20;
+
+  void arrive() { barrier->places[index].arrivals.store(++arrivals, std::memory_order_release); }
+
+  bool have_arrived(uint32_t count) const {
+    for (int i = 0; i < size; ++i)
+      if (i != index && int32_t(barrier->places[i].arrivals.load(std::memory_order_acquire) - count) < 0) return false;
+    return true;
+  }
+
+  int index = 0, size = 1;
+  Barrier* barrier = nullptr;
+  uint32_t arrivals = 0;
+  double waited = 0;  // seconds
 };
 
 // -- the engine --
@@ -1010,7 +1097,8 @@ template <class T, class W, class K> class Net final : public Engine {
   RARE Net(const ChargptConfig& config, const float* const* weights)
       : c(config), hs(c.n_embd / c.n_head), hp(padded<T>(hs)), Wp(padded<T>(c.block_size)), C(padded<T>(c.n_embd)),
         F(padded<T>(c.n_inner)), V(padded<T>(c.vocab_size)), heads(c.n_head + 2 * c.n_kv_head),
-        frequencies(c.frequencies, c.frequencies + hs / 2), ngrams(c), pool(c.threads) {
+        frequencies(c.frequencies, c.frequencies + hs / 2), ngrams(c), pool(c.threads),
+        everyone(c.threads, false), pair(2, true) {
     slots = c.slots, vocab_size = c.vocab_size, cache_bits = 8 * sizeof(K);
     pack(weights);
     head_size = values_at() + size_t(Wp) * hp;
@@ -1105,8 +1193,9 @@ template <class T, class W, class K> class Net final : public Engine {
   }
 
   // Each thread takes whole sequences, about as many rows as the others.
-  // All run each batch together where a batch is work enough to pay for the waiting: with fewer sequences than threads,
-  // and where the weights outgrow 32 MB, as each thread then reads its share of them alone.
+  // All threads run each batch together if a batch is so much work that waiting for each other pays: with fewer
+  // sequences than threads, and if the weights outgrow 32 MB, because each thread then reads only its share of them.
+  // Two threads run each batch of one or two sequences together: half of the weights fits into a core's second cache.
   void run(const ChargptItem* items, int count) noexcept override {
     order.resize(count);
     for (int i = 0; i < count; ++i) order[i] = &items[i];
@@ -1114,14 +1203,9 @@ template <class T, class W, class K> class Net final : public Engine {
       return rows_of(*a) > rows_of(*b) || (rows_of(*a) == rows_of(*b) && a < b);
     });
     const bool is_large = storage.bytes > TEAM_BYTES || order[0]->count >= TEAM_ROWS;
-    if ((count < pool.size() && is_large) || storage.bytes > OUTGROWN_BYTES) {
-      pool.run(pool.size(), [&](int i) {
-        const Team team{&barrier, i, pool.size()};
-        if (i == 0) lead(order, spaces[0], team);
-        else follow(spaces[i], spaces[0], team);
-      });
-      return;
-    }
+    if ((count < pool.size() && is_large) || storage.bytes > OUTGROWN_BYTES) return run_together(everyone);
+    const bool is_long = order[0]->steps >= PAIR_STEPS;
+    if (pool.size() > 1 && count <= PAIR_SEQUENCES && is_long && pair.is_quick()) return run_together(pair);
     const int threads = std::min(pool.size(), count);
     for (int i = 0; i < threads; ++i) num_rows[i] = 0, spaces[i].share.clear();
     for (const ChargptItem* item : order) {
@@ -1129,22 +1213,27 @@ template <class T, class W, class K> class Net final : public Engine {
       num_rows[least] += rows_of(*item);
       spaces[least].share.push_back(item);
     }
-    pool.run(threads, [&](int i) { lead(spaces[i].share, spaces[i], Team{nullptr, 0, 1}); });
+    pool.run(threads, [&](int i) {
+      Team alone;
+      lead(spaces[i].share, spaces[i], alone);
+    });
   }
 
  private:
   static constexpr size_t TEAM_BYTES = size_t(16) << 20, OUTGROWN_BYTES = size_t(32) << 20;  // of weights
   static constexpr int TEAM_ROWS = 64;                    // of a prompt
   static constexpr int TOGETHER = 8;                      // sequences of a thread
-  // The threads that run a batch together, and this one among them.
-  struct Team {
-    Barrier* barrier;
-    int index, size;
-    void wait() const {
-      if (barrier) barrier->wait(size);
-    }
-    std::pair<int, int> share(int count) const { return {count * index / size, count * (index + 1) / size}; }
-  };
+  static constexpr int PAIR_SEQUENCES = 2, PAIR_STEPS = 8;  // fewer steps are not worth waking a thread
+
+  void run_together(Barrier& barrier) {
+    Team team(barrier, 0);
+    const auto run = [&](int i) {
+      if (i == 0) return lead(order, spaces[0], team);
+      Team member(barrier, i);
+      while (member.follows()) forward(spaces[i], spaces[0], member);
+    };
+    pool.run(barrier.size(), run, barrier.is_optional);
+  }
 
   static int64_t rows_of(const ChargptItem& item) {
     return item.count + item.steps - (item.count ? std::min(item.steps, 1) : 0);
@@ -1157,16 +1246,16 @@ template <class T, class W, class K> class Net final : public Engine {
   // Run items to their ends: feed the ids that were given, then what is chosen, BATCH rows at a time. Where all only
   // choose, TOGETHER of them take all their steps before the next ones begin: their keys and values stay in the cache,
   // where all rows' would be read from memory at every step. Not with weights that a cache does not hold either.
-  void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team team) {
+  void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team& team) {
     const bool stays = only_choose(items) && storage.bytes <= TEAM_BYTES;
+    Team alone;
     begin(items, w);
     while (gather(w, stays)) {
-      team.wait();
-      forward(w, w, team);
+      forward(w, w, team.meets() ? team : alone);
       finish(w);
       settle(w, stays);
     }
-    team.wait();
+    team.dismiss();
   }
 
   void begin(const std::vector<const ChargptItem*>& items, Workspace& w) {
@@ -1276,15 +1365,6 @@ template <class T, class W, class K> class Net final : public Engine {
       }
   }
 
-  // Share in the batches that the first thread leads, until there is none.
-  void follow(Workspace& own, Workspace& shared, Team team) {
-    for (;;) {
-      team.wait();
-      if (shared.rows.empty()) return;
-      forward(own, shared, team);
-    }
-  }
-
   // Take in the rows of a batch after a forward: choose where the given ids have run.
   void finish(Workspace& w) {
     int row = 0;
@@ -1382,7 +1462,7 @@ template <class T, class W, class K> class Net final : public Engine {
 
   // One pass of a batch through the layers. Of a team, each thread has its own copy of the residual stream (own.x) and
   // computes its share of every product, and the attention of its share of the key heads.
-  void forward(Workspace& own, Workspace& batch, Team team) {
+  void forward(Workspace& own, Workspace& batch, Team& team) {
     const std::vector<Row>& rows = batch.rows;
     int count = int(rows.size());
     for (int r = 0; r < count; ++r) {
@@ -1401,7 +1481,7 @@ template <class T, class W, class K> class Net final : public Engine {
     for (int l = 0; l < c.n_layer; ++l) {
       const Layer& layer = layers[l];
       for (int r = 0; r < count; ++r) norm(x + r * C, layer.attn_norm.data(), h + r * C, C, c.n_embd);
-      if (team.size == 1) {
+      if (team.is_alone()) {
         multiply(layer.qkv, {0, heads * per_head}, count, h, C, qkv, heads * hp, own.inputs.data);
       } else {
         const int firsts[] = {0, c.n_head, c.n_head + c.n_kv_head}, sizes[] = {group, 1, 1};
@@ -1429,7 +1509,7 @@ template <class T, class W, class K> class Net final : public Engine {
         add(x + r * C, out + r * C, C);
         norm(x + r * C, layer.mlp_norm.data(), h + r * C, C, c.n_embd);
       }
-      if (team.size == 1) {
+      if (team.is_alone()) {
         multiply(layer.gate_up, {0, 2 * inner}, count, h, C, gate, 2 * F, own.inputs.data);
       } else {
         multiply(layer.gate_up, {first_inner, end_inner}, count, h, C, gate, 2 * F, own.inputs.data);
@@ -1697,7 +1777,7 @@ template <class T, class W, class K> class Net final : public Engine {
   const std::vector<double> frequencies;
   const NGrams ngrams;
   Pool pool;
-  Barrier barrier;
+  Barrier everyone, pair;
   Buffer<W> storage;
   std::vector<T> embed, final_norm, angles;
   std::vector<Layer> layers;

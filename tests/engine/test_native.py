@@ -277,7 +277,7 @@ def test_bits_do_not_depend_on_batch_threads_pieces_and_steps(shape, dtype):
 @pytest.mark.parametrize(
     ("least", "most", "shape", "ways"),
     [
-        # With weights of more than 32 MB threads share every batch, with up to 16 MB two hand batches to each other.
+        # With weights of more than 32 MB threads share every batch, with fewer those of at most two sequences.
         (32 << 20, 1 << 30, {"n_layer": 1, "n_embd": 1024, "n_head": 8, "n_kv_head": 4}, WAYS[4:]),
         (1 << 20, 16 << 20, {"n_layer": 3, "n_embd": 128, "n_head": 4, "n_kv_head": 2}, WAYS[3:]),
     ],
@@ -288,6 +288,36 @@ def test_bits_do_not_depend_on_threads_that_run_a_batch_together(least, most, sh
     first = run_all(model, "float32", **WAYS[0])
     for way in ways:
         assert run_all(model, "float32", **way) == first
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("has_ngrams", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_bits_of_one_or_two_rows_do_not_depend_on_the_number_of_threads(rows, has_ngrams, dtype):
+    """Plain, with log-probabilities and with a pattern. Calls of few steps are not worth waking a second thread."""
+    (model, ngrams), automaton = guessed(13), compile_regex("([b-y]{2}[^a]){200}", VOCABULARY)
+    for temperature, has_reports, has_guides in itertools.product((0.0, 1.0), (False, True), (False, True)):
+        runs = []
+        for threads, steps in ((1, 7), (1, 90), (2, 90), (3, 40)):
+            runner = open_native(model, rows, threads, dtype, ngrams if has_ngrams else None)
+            guides = {b: Guide(automaton, 600) for b in range(rows) if has_guides}
+            reports = dict.fromkeys(range(rows), everything(61)) if has_reports else {}
+            prompts, length = [text(61, 5 + b, b) for b in range(rows)], 400
+            for b, prompt in enumerate(prompts):
+                runner.start(b, SamplingParams(temperature, seed=b), prompt)
+            outcome = runner.prefill(
+                [Piece(b, it, True, guides.get(b), reports.get(b)) for b, it in enumerate(prompts)]
+            )
+            ids, reported = outcome.ids, [[outcome.reports[b] for b in reports]]
+            while new := min(steps, length - ids.shape[1]):
+                for b, guide in guides.items():
+                    assert all(map(guide.push, outcome.ids[b].tolist()))
+                outcome = decode(runner, [*range(rows)], new, guides=guides, reports=reports)
+                ids = np.concatenate([ids, outcome.ids], axis=1)
+                reported.append([outcome.reports[b] for b in reports])
+            values = [b"".join(bytes(of_call[b].top_values) for of_call in reported) for b in reports]
+            runs.append((ids.tolist(), values))
+        assert all(run == runs[0] for run in runs)
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [("float32", torch.float16), ("float64", torch.float32)])
