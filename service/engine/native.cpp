@@ -6,8 +6,7 @@
 //
 //   Lanes<T>   64 bytes of numbers, the unit of all layouts: 16 floats or 8 doubles, in one, two or four registers
 //   Matrix     weights packed into panels of one Lanes of outputs: [panel][input][lane]. A lane is an output, so every
-//              sum over inputs is sequential. Stored as fp32, or in float32's arithmetic as
-//              fp16 where that is exact; or as bfloat16, in pairs of inputs
+//              sum over inputs is sequential. Stored as fp32, or in float32's arithmetic as fp16 if that is exact
 //   cache      per slot, layer and key head: keys as [BLOCKS × Lanes keys][dimension][key], so a lane is a key and all
 //              is read in the order in which it lies; values as [key][dimension]. Position p is at ring index p mod W,
 //              as in service/model/kv_cache.py. With float32's arithmetic they are fp16 numbers, of half the size,
@@ -235,21 +234,6 @@ INLINE Reg<double> widen(const double* from, double) {
   std::memcpy(&r, from, REGISTER);
   return r;
 }
-// bfloat16: fp32 without its lower half. The processor multiplies pairs and adds to fp32.
-#if defined(__AVX512BF16__)
-#define HAS_BF16 1
-struct Bf16 { uint16_t bits; };
-INLINE void convert(float x, Bf16& to) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  to.bits = uint16_t((x != x ? bits | 0x400000 : bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-INLINE Reg<float> widen(const Bf16* from, float) {
-  // The masked forms, because GCC 12 warns of the others.
-  return (Reg<float>)_mm512_maskz_slli_epi32(
-      0xFFFF, _mm512_maskz_cvtepu16_epi32(0xFFFF, _mm256_loadu_si256((const __m256i*)from)), 16);
-}
-#endif
 template <class T, class W> INLINE Lanes<T> load_as(const W* from) {
   Lanes<T> v;
   EACH_PART v.part[k] = widen(from + k * PER_REGISTER<T>, T());
@@ -274,37 +258,6 @@ INLINE void convert_all(const float* from, Half* to, int count) {
   for (int i = 0; i < count; i += 8)
     _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
 }
-#endif
-
-// How weights or keys W meet numbers T in a sum: the inputs of a step, one or two, and the step itself.
-template <class T, class W> struct Dot {
-  using Input = T;
-  static constexpr int INPUTS = 1;
-  static INLINE Lanes<T> weights(const W* from) { return load_as<T>(from); }
-  static INLINE Lanes<T> input(const T* from) { return all(*from); }
-  static INLINE Lanes<T> add(Lanes<T> w, Lanes<T> x, Lanes<T> total) { return fma(w, x, total); }
-  static const T* inputs(const T* x, size_t, Input*) { return x; }
-};
-
-#ifdef HAS_BF16
-template <> struct Dot<float, Bf16> {
-  using Input = Bf16;
-  static constexpr int INPUTS = 2;
-  static INLINE Lanes<float> weights(const Bf16* from) { return {{(Reg<float>)_mm512_loadu_ps(from)}}; }
-  static INLINE Lanes<float> input(const Bf16* from) {
-    int32_t pair;
-    std::memcpy(&pair, from, 4);
-    return {{(Reg<float>)_mm512_set1_epi32(pair)}};
-  }
-  static INLINE Lanes<float> add(Lanes<float> w, Lanes<float> x, Lanes<float> total) {
-    return {{(Reg<float>)_mm512_dpbf16_ps((__m512)total.part[0], (__m512bh)w.part[0], (__m512bh)x.part[0])}};
-  }
-  static const Bf16* inputs(const float* x, size_t count, Bf16* room) {
-    for (size_t i = 0; i < count; i += 16)
-      _mm256_storeu_si256((__m256i*)&room[i], (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
-    return room;
-  }
-};
 #endif
 
 constexpr size_t PAGE = size_t(2) << 20;
@@ -363,36 +316,32 @@ template <class T, class W> struct Matrix {
   // value(o, i): the weight of output o and input i, 0 for padding.
   template <class F> RARE W* pack(W* to, int outputs, int inputs, F value) {
     n_in = inputs, n_out = outputs, data = to;
-    constexpr int S = Dot<T, W>::INPUTS;
     for (int panel = 0; panel < outputs; panel += LANES<T>)
-      for (int i = 0; i < inputs; i += S)
-        for (int lane = 0; lane < LANES<T>; ++lane)
-          for (int k = 0; k < S; ++k) convert(value(panel + lane, i + k), *to++);
+      for (int i = 0; i < inputs; ++i)
+        for (int lane = 0; lane < LANES<T>; ++lane) convert(value(panel + lane, i), *to++);
     return to;
   }
 };
 
 // y[r][o] = Σ x[r][i] · w[o][i] for R rows and P panels, from i = 0 on.
 template <int R, int P, class T, class W>
-INLINE void multiply_tile(const W* w, size_t panel, int n_in, const typename Dot<T, W>::Input* x, size_t x_stride,
-                          T* y, size_t y_stride) {
-  using D = Dot<T, W>;
+INLINE void multiply_tile(const W* w, size_t panel, int n_in, const T* x, size_t x_stride, T* y, size_t y_stride) {
   Lanes<T> total[R][P];
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p) total[r][p] = all(T(0));
-  for (int i = 0; i < n_in; i += D::INPUTS) {
+  for (int i = 0; i < n_in; ++i) {
     Lanes<T> weight[P];
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
       const W* from = w + p * panel + size_t(i) * LANES<T>;
       __builtin_prefetch((const char*)from + (R <= 3 ? 1024 : 4096));  // fewer rows pass faster, but more panels
-      weight[p] = D::weights(from);
+      weight[p] = load_as<T>(from);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const Lanes<T> value = D::input(x + r * x_stride + i);
+      const Lanes<T> value = all(x[r * x_stride + i]);
 #pragma GCC unroll 8
-      for (int p = 0; p < P; ++p) total[r][p] = D::add(weight[p], value, total[r][p]);
+      for (int p = 0; p < P; ++p) total[r][p] = fma(weight[p], value, total[r][p]);
     }
   }
 #pragma GCC unroll 12
@@ -403,8 +352,8 @@ INLINE void multiply_tile(const W* w, size_t panel, int n_in, const typename Dot
 
 // All panels for R rows, P at a time.
 template <int R, int P, class T, class W>
-INLINE int multiply_panels(const Matrix<T, W>& m, int first, int end, const typename Dot<T, W>::Input* x,
-                           size_t x_stride, T* y, size_t y_stride) {
+INLINE int multiply_panels(const Matrix<T, W>& m, int first, int end, const T* x, size_t x_stride, T* y,
+                           size_t y_stride) {
   const size_t panel = size_t(m.n_in) * LANES<T>;
   for (; first + P <= end; first += P)
     multiply_tile<R, P>(m.data + first * panel, panel, m.n_in, x, x_stride, y + size_t(first) * LANES<T>, y_stride);
@@ -415,9 +364,8 @@ constexpr int panels_for(int rows) { return std::clamp(TILE / rows, 1, 8); }
 constexpr int MOST_ROWS = TILE >= 24 ? 8 : 6;  // rows of a tile
 
 template <int R, class T, class W>
-__attribute__((noinline)) void multiply_rows(const Matrix<T, W>& m, int first, int end,
-                                             const typename Dot<T, W>::Input* x, size_t x_stride, T* y,
-                                             size_t y_stride) {
+__attribute__((noinline)) void multiply_rows(const Matrix<T, W>& m, int first, int end, const T* x, size_t x_stride,
+                                             T* y, size_t y_stride) {
   constexpr int P = panels_for(R);
   int at = multiply_panels<R, P>(m, first, end, x, x_stride, y, y_stride);
   if constexpr (P > 4) at = multiply_panels<R, 4>(m, at, end, x, x_stride, y, y_stride);
@@ -427,18 +375,17 @@ __attribute__((noinline)) void multiply_rows(const Matrix<T, W>& m, int first, i
 
 template <class T, class W, int... R>
 void dispatch_rows(std::integer_sequence<int, R...>, int rows, const Matrix<T, W>& m, int first, int end,
-                   const typename Dot<T, W>::Input* x, size_t x_stride, T* y, size_t y_stride) {
-  using Function = void (*)(const Matrix<T, W>&, int, int, const typename Dot<T, W>::Input*, size_t, T*, size_t);
+                   const T* x, size_t x_stride, T* y, size_t y_stride) {
+  using Function = void (*)(const Matrix<T, W>&, int, int, const T*, size_t, T*, size_t);
   static constexpr Function functions[] = {multiply_rows<R + 1, T, W>...};
   functions[rows - 1](m, first, end, x, x_stride, y, y_stride);
 }
 
 // y (rows, n_out) = x (rows, n_in) · mᵀ, for a range of panels. A few at a time pass all rows, so they stay in the
-// first cache. room: for the inputs as the product takes them.
+// first cache.
 template <class T, class W>
-void multiply(const Matrix<T, W>& m, std::pair<int, int> panels, int rows, const T* given, size_t x_stride, T* y,
-              size_t y_stride, typename Dot<T, W>::Input* room) {
-  const auto* x = Dot<T, W>::inputs(given, rows * x_stride, room);
+void multiply(const Matrix<T, W>& m, std::pair<int, int> panels, int rows, const T* x, size_t x_stride, T* y,
+              size_t y_stride) {
   const int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, end = panels.second;
   const int step = tiles <= 1 ? end : panels_for((rows + tiles - 1) / tiles);
   for (int first = panels.first; first < end; first += step)
@@ -512,7 +459,7 @@ struct ChargptItem {
 
 struct ChargptConfig {
   int32_t vocab_size, block_size, n_layer, n_head, n_kv_head, n_embd, n_inner, slots, threads;
-  int32_t dtype, is_half;  // 0 fp32, 1 fp64, 2 bfloat16, 3 fp32 without fp16 in store; weights stored as fp16
+  int32_t dtype, is_half;  // 0 fp32, 1 fp64, 2 fp32 without fp16 in store; weights stored as fp16
   double norm_eps;
   const double* frequencies;  // (head_dim / 2,) radians per position
   // The tree of service/model/ngrams.py; num_ngrams is 0 without one.
@@ -1041,8 +988,6 @@ constexpr int64_t ANGLES = 4096;   // positions whose rotation is kept; of later
 // T: arithmetic; W: stored weights; K: stored keys and values.
 template <class T, class W, class K> class Net final : public Engine {
   static constexpr int N = LANES<T>;
-  using D = Dot<T, K>;
-  using Query = typename D::Input;
 
   struct Layer {
     std::vector<T> attn_norm, q_norm, k_norm, mlp_norm;
@@ -1079,8 +1024,6 @@ template <class T, class W, class K> class Net final : public Engine {
   struct Workspace {
     Buffer<T> x, h, qkv, y, out, gate_up, p, cos_sin, logits;
     Buffer<double> z, weight;
-    Buffer<typename Dot<T, W>::Input> inputs;
-    Buffer<Query> queries;
     std::vector<K> key;  // (hp,)
     std::vector<int32_t> order;
     std::vector<uint8_t> allowed;  // (V,)
@@ -1117,8 +1060,6 @@ template <class T, class W, class K> class Net final : public Engine {
       w.y = Buffer<T>(BATCH * c.n_head * hp), w.out = Buffer<T>(BATCH * C), w.gate_up = Buffer<T>(BATCH * 2 * F);
       w.p = Buffer<T>(HEADS * Wp), w.cos_sin = Buffer<T>(BATCH * hs);
       w.logits = Buffer<T>(BATCH * V), w.z = Buffer<double>(V), w.weight = Buffer<double>(V);
-      w.inputs = Buffer<typename Dot<T, W>::Input>(BATCH * std::max({C, 2 * F, c.n_head * hp}));
-      w.queries = Buffer<Query>(HEADS * hp);
       w.kept = Buffer<K>(MOST_GUESSES * place_size());
       w.key.resize(hp);
       w.order.resize(V);
@@ -1349,14 +1290,13 @@ template <class T, class W, class K> class Net final : public Engine {
 
   // Copy the keys and values in the place of a position to `kept`, or from there.
   void keep(bool keeps, int slot, int64_t position, K* kept) const {
-    constexpr int S = D::INPUTS;
     const int index = int(position % c.block_size);
     for (int layer = 0; layer < c.n_layer; ++layer)
       for (int h = 0; h < c.n_kv_head; ++h) {
-        K* key = ring(slot, layer, h) + size_t(index / KEYS) * KEYS * hs + index % KEYS * S;
+        K* key = ring(slot, layer, h) + size_t(index / KEYS) * KEYS * hs + index % KEYS;
         K* value = ring(slot, layer, h) + values_at() + size_t(index) * hp;
         for (int d = 0; d < hs; ++d, ++kept) {
-          K& number = key[d / S * S * KEYS + d % S];
+          K& number = key[d * KEYS];
           if (keeps) *kept = number;
           else number = *kept;
         }
@@ -1482,13 +1422,12 @@ template <class T, class W, class K> class Net final : public Engine {
       const Layer& layer = layers[l];
       for (int r = 0; r < count; ++r) norm(x + r * C, layer.attn_norm.data(), h + r * C, C, c.n_embd);
       if (team.is_alone()) {
-        multiply(layer.qkv, {0, heads * per_head}, count, h, C, qkv, heads * hp, own.inputs.data);
+        multiply(layer.qkv, {0, heads * per_head}, count, h, C, qkv, heads * hp);
       } else {
         const int firsts[] = {0, c.n_head, c.n_head + c.n_kv_head}, sizes[] = {group, 1, 1};
         for (int part = 0; part < 3; ++part) {
           const int first = firsts[part] + first_kv * sizes[part], end = firsts[part] + end_kv * sizes[part];
-          multiply(layer.qkv, {first * per_head, end * per_head}, count, h, C, qkv, heads * hp,
-                   own.inputs.data);
+          multiply(layer.qkv, {first * per_head, end * per_head}, count, h, C, qkv, heads * hp);
         }
       }
       const bool is_last = l == c.n_layer - 1;
@@ -1503,26 +1442,26 @@ template <class T, class W, class K> class Net final : public Engine {
       }
       count = wanted;
       team.wait();
-      multiply(layer.proj, {first_out, end_out}, count, batch.y.data, attended, out, C, own.inputs.data);
+      multiply(layer.proj, {first_out, end_out}, count, batch.y.data, attended, out, C);
       team.wait();
       for (int r = 0; r < count; ++r) {
         add(x + r * C, out + r * C, C);
         norm(x + r * C, layer.mlp_norm.data(), h + r * C, C, c.n_embd);
       }
       if (team.is_alone()) {
-        multiply(layer.gate_up, {0, 2 * inner}, count, h, C, gate, 2 * F, own.inputs.data);
+        multiply(layer.gate_up, {0, 2 * inner}, count, h, C, gate, 2 * F);
       } else {
-        multiply(layer.gate_up, {first_inner, end_inner}, count, h, C, gate, 2 * F, own.inputs.data);
-        multiply(layer.gate_up, {inner + first_inner, inner + end_inner}, count, h, C, gate, 2 * F, own.inputs.data);
+        multiply(layer.gate_up, {first_inner, end_inner}, count, h, C, gate, 2 * F);
+        multiply(layer.gate_up, {inner + first_inner, inner + end_inner}, count, h, C, gate, 2 * F);
       }
       for (int r = 0; r < count; ++r) swiglu(gate + size_t(r) * 2 * F, first_inner * N, end_inner * N);
       team.wait();
-      multiply(layer.down, {first_out, end_out}, count, gate, 2 * F, out, C, own.inputs.data);
+      multiply(layer.down, {first_out, end_out}, count, gate, 2 * F, out, C);
       team.wait();
       for (int r = 0; r < count; ++r) add(x + r * C, out + r * C, C);
     }
     for (int r = 0; r < count; ++r) norm(x + r * C, final_norm.data(), h + r * C, C, c.n_embd);
-    multiply(head, team.share(V / N), count, h, C, batch.logits.data, V, own.inputs.data);
+    multiply(head, team.share(V / N), count, h, C, batch.logits.data, V);
     team.wait();
   }
 
@@ -1608,17 +1547,16 @@ template <class T, class W, class K> class Net final : public Engine {
       norm_and_rotate(k, layers[layer].k_norm.data(), cos_sin);
       K* keys = ring(row.slot, layer, h);
       K* values = keys + values_at();
-      constexpr int S = D::INPUTS;
-      K* key = keys + size_t(index / KEYS) * KEYS * hs + index % KEYS * S;
+      K* key = keys + size_t(index / KEYS) * KEYS * hs + index % KEYS;
       convert_all(k, w.key.data(), hp);
-      for (int d = 0; d < hs; ++d) key[d / S * S * KEYS + d % S] = w.key[d];
+      for (int d = 0; d < hs; ++d) key[d * KEYS] = w.key[d];
       convert_all(v, values + size_t(index) * hp, hp);
       if (!y) continue;
       const int seen = int(std::min<int64_t>(row.position + 1, c.block_size));
       ptrdiff_t ahead = (const char*)ring(next.slot, next_layer, h) - (const char*)keys;
       for (int g = 0; g < group; g += HEADS) {
         const int many = std::min(HEADS, group - g);
-        const Query* queries = D::inputs(q + (h * group + g) * hp, size_t(many) * hp, w.queries.data);
+        const T* queries = q + (h * group + g) * hp;
         T* to = y + (h * group + g) * hp;
         if (g) ahead = 0;
         if constexpr (HEADS == 1) attend_heads<1>(queries, keys, values, seen, w.p.data, to, ahead);
@@ -1637,23 +1575,23 @@ template <class T, class W, class K> class Net final : public Engine {
   static INLINE void prefetch(const K* from, ptrdiff_t ahead) { __builtin_prefetch((const char*)from + ahead, 0, 2); }
 
   // Scores of the first B blocks of a group of keys for G heads.
-  template <int G, int B> INLINE void score(const Query* q, const K* keys, T* p, ptrdiff_t ahead) const {
+  template <int G, int B> INLINE void score(const T* q, const K* keys, T* p, ptrdiff_t ahead) const {
     Lanes<T> total[G][B];
     for (int g = 0; g < G; ++g)
       for (int b = 0; b < B; ++b) total[g][b] = all(T(0));
-    for (int d = 0; d < hs; d += D::INPUTS) {
+    for (int d = 0; d < hs; ++d) {
       Lanes<T> key[B];
 #pragma GCC unroll 4
       for (int b = 0; b < B; ++b) {
-        const K* from = keys + size_t(d) * KEYS + b * N * D::INPUTS;
+        const K* from = keys + size_t(d) * KEYS + b * N;
         prefetch(from, ahead);
-        key[b] = D::weights(from);
+        key[b] = load_as<T>(from);
       }
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
-        const Lanes<T> query = D::input(q + g * hp + d);
+        const Lanes<T> query = all(q[g * hp + d]);
 #pragma GCC unroll 4
-        for (int b = 0; b < B; ++b) total[g][b] = D::add(key[b], query, total[g][b]);
+        for (int b = 0; b < B; ++b) total[g][b] = fma(key[b], query, total[g][b]);
       }
     }
 #pragma GCC unroll 4
@@ -1700,7 +1638,7 @@ template <class T, class W, class K> class Net final : public Engine {
   }
 
   template <int G>
-  __attribute__((noinline)) void attend_heads(const Query* q, const K* keys, const K* values, int seen, T* p, T* y,
+  __attribute__((noinline)) void attend_heads(const T* q, const K* keys, const K* values, int seen, T* p, T* y,
                                               ptrdiff_t ahead) const {
     const int blocks = (seen + N - 1) / N;
     int b = 0;
@@ -1818,19 +1756,16 @@ bool fits_half(const ChargptConfig& c, const float* const* weights) {
 
 // The layout of the structures above, which native.py must share.
 API int32_t chargpt_layout(void) {
-  return 8 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
+  return 9 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
 }
 
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {
   Engine* engine = nullptr;
-  if (config->dtype == 3) engine = new Net<float, float, float>(*config, weights);
+  if (config->dtype == 2) engine = new Net<float, float, float>(*config, weights);
   if (config->dtype == 0 && fits_half(*config, weights)) {
     if (config->is_half) engine = new Net<float, Half, Half>(*config, weights);
     else engine = new Net<float, float, Half>(*config, weights);
   }
-#ifdef HAS_BF16
-  if (config->dtype == 2) engine = new Net<float, Bf16, Bf16>(*config, weights);
-#endif
   if (!engine && config->dtype == 0) engine = new Net<float, float, float>(*config, weights);
   if (!engine && config->dtype == 1) engine = new Net<double, float, double>(*config, weights);
   if (!engine) return "this build has no such arithmetic";
@@ -1881,12 +1816,4 @@ API void chargpt_guesses(void* engine, int64_t* guessed, int64_t* right) {
 
 API int32_t chargpt_cache_bits(void* engine) { return ((Engine*)engine)->cache_bits; }
 
-// About this build.
 API int32_t chargpt_register_bits(void) { return 8 * REGISTER; }
-API int32_t chargpt_has_bf16(void) {
-#ifdef HAS_BF16
-  return 1;
-#else
-  return 0;
-#endif
-}

@@ -28,6 +28,7 @@ from service.model.params import MAX_SEED, SamplingParams
 from service.model.sampling import uniforms
 from service.settings import BUNDLED
 from service.wire import Logprobs, floats
+from setup import SOURCE, VARIANTS
 from tests.helpers import VOCABULARY, random_model
 from tests.model.test_sampling import random_params
 from tests.sampler import History, sample
@@ -47,10 +48,7 @@ SHAPES = [
     {"n_layer": 2, "n_head": 6, "n_kv_head": 2, "n_embd": 192, "block_size": 130, "vocab_size": 300},
     {"n_layer": 2, "n_head": 2, "n_kv_head": 2, "n_embd": 96, "block_size": 64},
 ]
-needs_bf16 = pytest.mark.skipif(
-    native.why_not() is not None or "bfloat16" not in native.dtypes(), reason="the library does not multiply bfloat16"
-)
-LIBRARIES = sorted(Path(native.__file__).parent.glob("_native_*"))
+LIBRARIES = [Path(native.__file__).with_name(f"_native_{name}.so") for name in VARIANTS[SOURCE]]
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +92,7 @@ def decode(runner: NativeRunner, slots: list[int], steps: int | list[int], **opt
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float64", 1e-11), ("float32", 2e-3), pytest.param("bfloat16", 0.5, marks=needs_bf16)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 2e-3)])
 def test_log_probabilities_of_prompts_and_decoded_characters_equal_the_model(shape, dtype, tolerance):
     """Past the window, with the prompt in pieces of random lengths, several sequences together."""
     assert resolve("auto", dtype, "cpu") == ("native", dtype)
@@ -265,7 +261,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", pytest.param("bfloat16", marks=needs_bf16)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3]])
 def test_bits_do_not_depend_on_batch_threads_pieces_and_steps(shape, dtype):
     model = random_model(**shape)
@@ -325,9 +321,9 @@ def test_bits_of_one_or_two_rows_do_not_depend_on_the_number_of_threads(rows, ha
 def test_bits_are_the_same_in_each_instruction_set(shape, dtype, weight_dtype, monkeypatch):
     flags = native._cpu_flags()
     runs = []
-    for path in LIBRARIES:
+    for path in filter(Path.exists, LIBRARIES):
         variant = path.name.removeprefix("_native_").split(".")[0]
-        if native._VARIANTS.get(variant, set()) <= flags and (variant == "v4bf16" or dtype != "bfloat16"):
+        if native._VARIANTS.get(variant, set()) <= flags:
             monkeypatch.setattr(native, "library", lambda path=path: native._load(path))
             runs.append(run_all(random_model(**shape).to(weight_dtype), dtype, **WAYS[1]))
     assert runs
@@ -415,14 +411,10 @@ def test_other_dtypes_and_shapes_of_weights_are_refused():
         open_native(random_model(), dtype="float16")
 
 
-def test_bfloat16_is_refused_before_a_worker_starts_where_the_cpu_does_not_multiply_it(monkeypatch):
-    """By a library without it, as an older CPU would load."""
-    *_, path = (path for path in LIBRARIES if path.stem in ("_native_v3", "_native_base"))
-    older = native._load(path)
-    monkeypatch.setattr(native, "library", lambda: older)
+def test_bfloat16_is_refused_before_a_worker_starts():
     for backend in ("native", "auto"):
         assert resolve(backend, "float64", "cpu") == ("native", "float64")
-        with pytest.raises(ValueError, match="float32, float64 for backend native on this CPU, got bfloat16"):
+        with pytest.raises(ValueError, match="dtype must be auto, float32 or float64 for backend native, got bfloat16"):
             resolve(backend, "bfloat16", "cpu")
     assert resolve("torch", "bfloat16", "cpu") == ("torch", "bfloat16")
 
@@ -506,7 +498,7 @@ def guessed(window: int) -> tuple[GPT, NGrams]:
     return model, ngrams_of(model)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", pytest.param("bfloat16", marks=needs_bf16)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("window", [1, 2, 13])
 @pytest.mark.parametrize("has_ngrams", [False, True])
 def test_guesses_do_not_change_a_text(dtype, window, has_ngrams):
