@@ -18,7 +18,7 @@ WORKDIR /src
 COPY setup.py .
 COPY service/engine/native.cpp service/engine/
 RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
- && python -c "from setup import VARIANTS; [open(f'/native/service/engine/_native_{name}.so') for name in VARIANTS]"
+ && python -c "from setup import *; [open(f'/native/service/engine/_native_{name}.so') for name in VARIANTS[SOURCE]]"
 FROM scratch AS native
 COPY --from=compiler /native /
 

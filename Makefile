@@ -99,12 +99,12 @@ test-optimized: $(VENV)/.installed-test ## run fast tests with Python's -O, unde
 # With -O3 the instrumented source takes minutes to compile.
 SANITIZED := out/sanitized/native.so
 SANITIZED_FUSED := out/sanitized/fused.so
-SANITIZED_VARIANT = $(if $(filter x86_64,$(shell uname -m)),$(if $(shell grep avx512_bf16 /proc/cpuinfo),v4bf16,v3),base)
+SANITIZED_VARIANTS = $(if $(filter x86_64,$(shell uname -m)),$(if $(shell grep avx512_bf16 /proc/cpuinfo),v4 v4bf16,v3 v3),base base)
 test-native-sanitized: export CXX ?= g++
 test-native-sanitized: $(VENV)/.installed-test ## run the tests of both native libraries under AddressSanitizer and UBSan
 	CXXFLAGS='-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all' $(BIN)/python -c \
-	  'from setup import *; flags = [*VARIANTS["$(SANITIZED_VARIANT)"], "-O1"]; \
-  compile_native(Path("$(SANITIZED)").absolute(), flags); compile_native(Path("$(SANITIZED_FUSED)").absolute(), flags, FUSED)'
+	  'from setup import *; files = zip(NAMES, ("$(SANITIZED)", "$(SANITIZED_FUSED)"), "$(SANITIZED_VARIANTS)".split()); \
+  [compile_native(Path(file).absolute(), [*VARIANTS[source][name], "-O1"], source) for source, file, name in files]'
 	LD_PRELOAD="$$($$CXX -print-file-name=libasan.so) $$($$CXX -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	  CHARGPT_NATIVE_LIBRARY='$(abspath $(SANITIZED))' CHARGPT_FUSED_LIBRARY='$(abspath $(SANITIZED_FUSED))' \

@@ -37,6 +37,7 @@ except ImportError:  # setuptools before 70.1, which Python's images have: it on
 
 # Relative to this file, as setuptools demands. An image that only serves lacks the second.
 SOURCE, FUSED = Path("service", "engine", "native.cpp"), Path("training", "fused.cpp")
+NAMES = {SOURCE: "service.engine._native", FUSED: "training._fused"}  # of the libraries
 FLAGS = (
     "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -fvisibility=hidden -fPIC -shared -pthread -Wall -Wextra".split()
 )
@@ -45,13 +46,12 @@ OWN_FLAGS = {
     SOURCE: ["-ffp-contract=off"],
     FUSED: ["-ffp-contract=fast"],
 }
-VARIANTS: dict[str, list[str]] = {"base": []}
+# The flags of each source's variants.
+VARIANTS: dict[Path, dict[str, list[str]]] = {source: {"base": []} for source in NAMES}
 if sysconfig.get_platform().endswith(("x86_64", "amd64")):
-    VARIANTS = {
-        "v4bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
-        "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
-        "v3": ["-march=x86-64-v3"],
-    }
+    v4 = ["-march=x86-64-v4", "-mprefer-vector-width=512"]
+    VARIANTS = {source: {"v4": v4, "v3": ["-march=x86-64-v3"]} for source in NAMES}
+    VARIANTS[FUSED] = {"v4bf16": [*v4, "-mavx512bf16"], **VARIANTS[FUSED]}
 COMPILERS = ("c++", "g++", "clang++")
 # libstdc++'s symbols up to GLIBCXX_3.4.MM: every distribution with glibc 2.NN or later has them (auditwheel's table).
 LIBSTDCXX = {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35, 33: 39}
@@ -119,7 +119,8 @@ class BuildNative(build_ext):
 
     def build(self, extension: Extension, target: Path) -> str | None:
         """The reason if the library could not be built."""
-        source, flags = Path(extension.sources[0]), VARIANTS[extension.name.rpartition("_")[2]]
+        source = Path(extension.sources[0])
+        flags = VARIANTS[source][extension.name.rpartition("_")[2]]
         changed = max(path.stat().st_mtime for path in (Path(__file__), Path(__file__).parent / source))
         if not self.force and target.exists() and target.stat().st_mtime > changed:
             return None
@@ -171,8 +172,8 @@ if __name__ == "__main__":
         package_dir={"chargpt": "service/python"},
         ext_modules=[
             Extension(f"{name}_{variant}", [source.as_posix()], optional=True)
-            for name, source in (("service.engine._native", SOURCE), ("training._fused", FUSED))
-            for variant in VARIANTS
+            for source, name in NAMES.items()
+            for variant in VARIANTS[source]
             if Path(__file__).parent.joinpath(source).exists()
         ],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},

@@ -39,10 +39,9 @@ def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
         reason = native.why_not()
         instead = f"backend native is not available: {reason}; " if reason else ""
         raise ValueError(f"{instead}backend {backend} needs torch, which is not installed: install the extra [torch]")
-    if backend == "native" and dtype == "bfloat16" and dtype not in native.dtypes():
+    if backend == "native" and dtype not in ("auto", *native.DTYPES):
         raise ValueError(
-            f"dtype must be auto or one of {', '.join(native.dtypes())} for backend native on this CPU, got bfloat16; "
-            "backend torch computes in bfloat16 on every CPU"
+            f"dtype must be auto, {' or '.join(native.DTYPES)} for backend native, got {dtype}; choose backend torch"
         )
     if dtype == "auto":
         # torch's kernels round differently at each batch size. Only in float64 are texts practically unaffected.

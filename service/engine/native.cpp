@@ -6,22 +6,22 @@
 //
 //   Lanes<T>   64 bytes of numbers, the unit of all layouts: 16 floats or 8 doubles, in one, two or four registers
 //   Matrix     weights packed into panels of one Lanes of outputs: [panel][input][lane]. A lane is an output, so every
-//              sum over inputs is sequential. Stored as fp32, or in float32's arithmetic as
-//              fp16 where that is exact; or as bfloat16, in pairs of inputs
+//              sum over inputs is sequential. Stored as fp32, or in float32's arithmetic as fp16 if that is exact
 //   cache      per slot, layer and key head: keys as [BLOCKS × Lanes keys][dimension][key], so a lane is a key and all
 //              is read in the order in which it lies; values as [key][dimension]. Position p is at ring index p mod W,
 //              as in service/model/kv_cache.py. With float32's arithmetic they are fp16 numbers, of half the size,
 //              where no text can make them overflow: see `fits_half`
 //   padding    heads, widths and the vocabulary are padded with zeros to whole Lanes
 //
-// Every thread takes whole sequences and runs them on its own for all steps of a call. Only where there is much to read
-// or few sequences do threads share each product, and wait for each other between: see `Net::run`.
+// Every thread takes whole sequences and runs them on its own for all steps of a call. If there is much to read, or if
+// there are few sequences, threads share each product and wait for each other in between: see `Net::run`.
 // Compiled once per instruction set (setup.py); native.py chooses one at run time and calls the functions at the end.
 // Knows ids and slots; nothing of requests, stops or text.
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -234,21 +234,6 @@ INLINE Reg<double> widen(const double* from, double) {
   std::memcpy(&r, from, REGISTER);
   return r;
 }
-// bfloat16: fp32 without its lower half. The processor multiplies pairs and adds to fp32.
-#if defined(__AVX512BF16__)
-#define HAS_BF16 1
-struct Bf16 { uint16_t bits; };
-INLINE void convert(float x, Bf16& to) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  to.bits = uint16_t((x != x ? bits | 0x400000 : bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-INLINE Reg<float> widen(const Bf16* from, float) {
-  // The masked forms, because GCC 12 warns of the others.
-  return (Reg<float>)_mm512_maskz_slli_epi32(
-      0xFFFF, _mm512_maskz_cvtepu16_epi32(0xFFFF, _mm256_loadu_si256((const __m256i*)from)), 16);
-}
-#endif
 template <class T, class W> INLINE Lanes<T> load_as(const W* from) {
   Lanes<T> v;
   EACH_PART v.part[k] = widen(from + k * PER_REGISTER<T>, T());
@@ -273,37 +258,6 @@ INLINE void convert_all(const float* from, Half* to, int count) {
   for (int i = 0; i < count; i += 8)
     _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
 }
-#endif
-
-// How weights or keys W meet numbers T in a sum: the inputs of a step, one or two, and the step itself.
-template <class T, class W> struct Dot {
-  using Input = T;
-  static constexpr int INPUTS = 1;
-  static INLINE Lanes<T> weights(const W* from) { return load_as<T>(from); }
-  static INLINE Lanes<T> input(const T* from) { return all(*from); }
-  static INLINE Lanes<T> add(Lanes<T> w, Lanes<T> x, Lanes<T> total) { return fma(w, x, total); }
-  static const T* inputs(const T* x, size_t, Input*) { return x; }
-};
-
-#ifdef HAS_BF16
-template <> struct Dot<float, Bf16> {
-  using Input = Bf16;
-  static constexpr int INPUTS = 2;
-  static INLINE Lanes<float> weights(const Bf16* from) { return {{(Reg<float>)_mm512_loadu_ps(from)}}; }
-  static INLINE Lanes<float> input(const Bf16* from) {
-    int32_t pair;
-    std::memcpy(&pair, from, 4);
-    return {{(Reg<float>)_mm512_set1_epi32(pair)}};
-  }
-  static INLINE Lanes<float> add(Lanes<float> w, Lanes<float> x, Lanes<float> total) {
-    return {{(Reg<float>)_mm512_dpbf16_ps((__m512)total.part[0], (__m512bh)w.part[0], (__m512bh)x.part[0])}};
-  }
-  static const Bf16* inputs(const float* x, size_t count, Bf16* room) {
-    for (size_t i = 0; i < count; i += 16)
-      _mm256_storeu_si256((__m256i*)&room[i], (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
-    return room;
-  }
-};
 #endif
 
 constexpr size_t PAGE = size_t(2) << 20;
@@ -362,36 +316,32 @@ template <class T, class W> struct Matrix {
   // value(o, i): the weight of output o and input i, 0 for padding.
   template <class F> RARE W* pack(W* to, int outputs, int inputs, F value) {
     n_in = inputs, n_out = outputs, data = to;
-    constexpr int S = Dot<T, W>::INPUTS;
     for (int panel = 0; panel < outputs; panel += LANES<T>)
-      for (int i = 0; i < inputs; i += S)
-        for (int lane = 0; lane < LANES<T>; ++lane)
-          for (int k = 0; k < S; ++k) convert(value(panel + lane, i + k), *to++);
+      for (int i = 0; i < inputs; ++i)
+        for (int lane = 0; lane < LANES<T>; ++lane) convert(value(panel + lane, i), *to++);
     return to;
   }
 };
 
 // y[r][o] = Σ x[r][i] · w[o][i] for R rows and P panels, from i = 0 on.
 template <int R, int P, class T, class W>
-INLINE void multiply_tile(const W* w, size_t panel, int n_in, const typename Dot<T, W>::Input* x, size_t x_stride,
-                          T* y, size_t y_stride) {
-  using D = Dot<T, W>;
+INLINE void multiply_tile(const W* w, size_t panel, int n_in, const T* x, size_t x_stride, T* y, size_t y_stride) {
   Lanes<T> total[R][P];
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p) total[r][p] = all(T(0));
-  for (int i = 0; i < n_in; i += D::INPUTS) {
+  for (int i = 0; i < n_in; ++i) {
     Lanes<T> weight[P];
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
       const W* from = w + p * panel + size_t(i) * LANES<T>;
       __builtin_prefetch((const char*)from + (R <= 3 ? 1024 : 4096));  // fewer rows pass faster, but more panels
-      weight[p] = D::weights(from);
+      weight[p] = load_as<T>(from);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const Lanes<T> value = D::input(x + r * x_stride + i);
+      const Lanes<T> value = all(x[r * x_stride + i]);
 #pragma GCC unroll 8
-      for (int p = 0; p < P; ++p) total[r][p] = D::add(weight[p], value, total[r][p]);
+      for (int p = 0; p < P; ++p) total[r][p] = fma(weight[p], value, total[r][p]);
     }
   }
 #pragma GCC unroll 12
@@ -402,8 +352,8 @@ INLINE void multiply_tile(const W* w, size_t panel, int n_in, const typename Dot
 
 // All panels for R rows, P at a time.
 template <int R, int P, class T, class W>
-INLINE int multiply_panels(const Matrix<T, W>& m, int first, int end, const typename Dot<T, W>::Input* x,
-                           size_t x_stride, T* y, size_t y_stride) {
+INLINE int multiply_panels(const Matrix<T, W>& m, int first, int end, const T* x, size_t x_stride, T* y,
+                           size_t y_stride) {
   const size_t panel = size_t(m.n_in) * LANES<T>;
   for (; first + P <= end; first += P)
     multiply_tile<R, P>(m.data + first * panel, panel, m.n_in, x, x_stride, y + size_t(first) * LANES<T>, y_stride);
@@ -414,9 +364,8 @@ constexpr int panels_for(int rows) { return std::clamp(TILE / rows, 1, 8); }
 constexpr int MOST_ROWS = TILE >= 24 ? 8 : 6;  // rows of a tile
 
 template <int R, class T, class W>
-__attribute__((noinline)) void multiply_rows(const Matrix<T, W>& m, int first, int end,
-                                             const typename Dot<T, W>::Input* x, size_t x_stride, T* y,
-                                             size_t y_stride) {
+__attribute__((noinline)) void multiply_rows(const Matrix<T, W>& m, int first, int end, const T* x, size_t x_stride,
+                                             T* y, size_t y_stride) {
   constexpr int P = panels_for(R);
   int at = multiply_panels<R, P>(m, first, end, x, x_stride, y, y_stride);
   if constexpr (P > 4) at = multiply_panels<R, 4>(m, at, end, x, x_stride, y, y_stride);
@@ -426,18 +375,17 @@ __attribute__((noinline)) void multiply_rows(const Matrix<T, W>& m, int first, i
 
 template <class T, class W, int... R>
 void dispatch_rows(std::integer_sequence<int, R...>, int rows, const Matrix<T, W>& m, int first, int end,
-                   const typename Dot<T, W>::Input* x, size_t x_stride, T* y, size_t y_stride) {
-  using Function = void (*)(const Matrix<T, W>&, int, int, const typename Dot<T, W>::Input*, size_t, T*, size_t);
+                   const T* x, size_t x_stride, T* y, size_t y_stride) {
+  using Function = void (*)(const Matrix<T, W>&, int, int, const T*, size_t, T*, size_t);
   static constexpr Function functions[] = {multiply_rows<R + 1, T, W>...};
   functions[rows - 1](m, first, end, x, x_stride, y, y_stride);
 }
 
 // y (rows, n_out) = x (rows, n_in) · mᵀ, for a range of panels. A few at a time pass all rows, so they stay in the
-// first cache. room: for the inputs as the product takes them.
+// first cache.
 template <class T, class W>
-void multiply(const Matrix<T, W>& m, std::pair<int, int> panels, int rows, const T* given, size_t x_stride, T* y,
-              size_t y_stride, typename Dot<T, W>::Input* room) {
-  const auto* x = Dot<T, W>::inputs(given, rows * x_stride, room);
+void multiply(const Matrix<T, W>& m, std::pair<int, int> panels, int rows, const T* x, size_t x_stride, T* y,
+              size_t y_stride) {
   const int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, end = panels.second;
   const int step = tiles <= 1 ? end : panels_for((rows + tiles - 1) / tiles);
   for (int first = panels.first; first < end; first += step)
@@ -511,7 +459,7 @@ struct ChargptItem {
 
 struct ChargptConfig {
   int32_t vocab_size, block_size, n_layer, n_head, n_kv_head, n_embd, n_inner, slots, threads;
-  int32_t dtype, is_half;  // 0 fp32, 1 fp64, 2 bfloat16, 3 fp32 without fp16 in store; weights stored as fp16
+  int32_t dtype, is_half;  // 0 fp32, 1 fp64, 2 fp32 without fp16 in store; weights stored as fp16
   double norm_eps;
   const double* frequencies;  // (head_dim / 2,) radians per position
   // The tree of service/model/ngrams.py; num_ngrams is 0 without one.
@@ -841,10 +789,13 @@ template <class F> INLINE bool comes_soon(F&& is_due) {
   return false;
 }
 
-// Runs a function on all threads, the caller's included.
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+// Runs a function on several threads, including the caller's.
 class Pool {
  public:
-  explicit Pool(int size) {
+  explicit Pool(int size) : begins(size) {
     try {
       for (int i = 1; i < size; ++i) threads.emplace_back([this, i] { work(i); });
     } catch (...) {
@@ -855,19 +806,26 @@ class Pool {
   ~Pool() { stop(); }
   int size() const { return int(threads.size()) + 1; }
 
-  template <class F> void run(int count, F&& function) {
+  // Call function(i) for i in [0, count), and wait for the ends of the calls. is_optional: threads that have not woken up
+  // when the caller's function ends do not call it.
+  template <class F> void run(int count, F&& function, bool is_optional = false) {
     if (count > 1) {
       {
         std::lock_guard<std::mutex> guard(mutex);
         call = [](void* f, int i) { (*(std::remove_reference_t<F>*)f)(i); };
         argument = (void*)&function;
-        wanted = count;
+        wanted = asleep = count - 1;
         pending = count - 1;
         ++generation;
       }
-      begin.notify_all();
+      for (int i = 1; i < count; ++i) begins[i].notify_one();
     }
     function(0);
+    if (count > 1 && is_optional) {
+      std::lock_guard<std::mutex> guard(mutex);
+      pending -= std::exchange(asleep, 0);
+      wanted = 0;
+    }
     const auto is_done = [this] { return pending.load(std::memory_order_acquire) == 0; };
     if (count > 1 && !comes_soon(is_done)) {
       std::unique_lock<std::mutex> lock(mutex);
@@ -881,7 +839,7 @@ class Pool {
       std::lock_guard<std::mutex> guard(mutex);
       is_ending = true;
     }
-    begin.notify_all();
+    for (auto& begin : begins) begin.notify_one();
     for (auto& thread : threads) thread.join();
   }
 
@@ -890,10 +848,11 @@ class Pool {
     for (;;) {
       {
         std::unique_lock<std::mutex> lock(mutex);
-        begin.wait(lock, [&] { return is_ending || generation != seen; });
+        begins[index].wait(lock, [&] { return is_ending || generation != seen; });
         if (is_ending) return;
         seen = generation;
-        if (index >= wanted) continue;
+        if (index > wanted) continue;
+        --asleep;
       }
       call(argument, index);
       std::lock_guard<std::mutex> guard(mutex);
@@ -903,34 +862,109 @@ class Pool {
 
   std::vector<std::thread> threads;
   std::mutex mutex;
-  std::condition_variable begin, end;
+  std::vector<std::condition_variable> begins;  // one per thread
+  std::condition_variable end;
   void (*call)(void*, int) = nullptr;
   void* argument = nullptr;
-  int wanted = 0;
+  int wanted = 0, asleep = 0;  // threads of the call beside the caller's, and those of them that have not begun
   std::atomic<int> pending{0};
   uint64_t generation = 0;
   bool is_ending = false;
 };
 
-// Threads that run one batch together wait for each other here. Meant for threads that have a processor
-// each; after some spins they offer it to others.
+// What the threads of a team share.
 class Barrier {
  public:
-  void wait(int size) {
-    if (size == 1) return;
-    const uint32_t now = generation.load(std::memory_order_acquire);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-      arrived.store(0, std::memory_order_relaxed);
-      generation.store(now + 1, std::memory_order_release);
-      return;
+  // is_optional: the first thread also runs batches alone, see Team::meets.
+  Barrier(int size, bool is_optional) : is_optional(is_optional), places(size) {}
+
+  const bool is_optional;
+  int size() const { return int(places.size()); }
+  // Whether the threads of an optional team recently got a CPU each.
+  bool is_quick() const { return Clock::now() >= slow_until; }
+
+ private:
+  friend class Team;
+  struct alignas(64) Place {
+    std::atomic<uint32_t> arrivals{0};
+  };
+  std::vector<Place> places;  // one per thread
+  bool is_dismissed = false;  // the first thread writes it before it arrives
+  Clock::time_point slow_until{};
+};
+
+// A thread's membership of a team, whose threads run each batch together. The first thread leads, the others follow.
+class Team {
+ public:
+  Team() = default;  // of one thread
+  Team(Barrier& barrier, int index) : index(index), size(barrier.size()), barrier(&barrier) {
+    if (index) return;
+    for (auto& place : barrier.places) place.arrivals.store(0, std::memory_order_relaxed);
+    barrier.is_dismissed = false;
+  }
+
+  bool is_alone() const { return size == 1; }
+  // The thread's share of `count` things, as (first, end).
+  std::pair<int, int> share(int count) const { return {count * index / size, count * (index + 1) / size}; }
+
+  // Wait for all others. Spins, as each thread is meant to have a CPU, then offers the CPU to other threads.
+  void wait() {
+    if (is_alone()) return;
+    arrive();
+    if (comes_soon([this] { return have_arrived(arrivals); })) return;
+    const auto began = Clock::now();
+    while (!have_arrived(arrivals)) std::this_thread::yield();
+    waited += Seconds(Clock::now() - began).count();
+  }
+
+  // For the first thread, before a batch: wait for the others, and return whether they share it. In an optional team
+  // they do not share it if one of them has not yet woken up, or has no CPU.
+  bool meets() {
+    if (is_alone()) return true;
+    if (barrier->is_optional) {
+      if (waited > HELD_UP) {
+        barrier->slow_until = Clock::now() + std::chrono::duration_cast<Clock::duration>(Seconds(TIMES_SLOW * waited));
+        dismiss();
+        return true;
+      }
+      if (!have_arrived(arrivals + 1)) return false;
     }
-    if (comes_soon([&] { return generation.load(std::memory_order_acquire) != now; })) return;
-    while (generation.load(std::memory_order_acquire) == now) std::this_thread::yield();
+    wait();
+    return true;
+  }
+
+  // For the first thread: go on alone.
+  void dismiss() {
+    if (is_alone()) return;
+    barrier->is_dismissed = true;
+    arrive();
+    size = 1;
+  }
+
+  // For the others: whether there is another batch.
+  bool follows() {
+    wait();
+    return !barrier->is_dismissed;
   }
 
  private:
-  alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<uint32_t> generation{0};
+  // Threads that wait for each other lose more than they win if other programs use their CPUs. If the first thread of an
+  // optional team has waited for HELD_UP seconds in a call, beyond its spins, it does the rest of the call alone, and
+  // further calls for TIMES_SLOW times the time that it waited. So waiting costs at most 1 / TIMES_SLOW of the time.
+  static constexpr double HELD_UP = 0.0005, TIMES_SLOW = 20;
+
+  void arrive() { barrier->places[index].arrivals.store(++arrivals, std::memory_order_release); }
+
+  bool have_arrived(uint32_t count) const {
+    for (int i = 0; i < size; ++i)
+      if (i != index && int32_t(barrier->places[i].arrivals.load(std::memory_order_acquire) - count) < 0) return false;
+    return true;
+  }
+
+  int index = 0, size = 1;
+  Barrier* barrier = nullptr;
+  uint32_t arrivals = 0;
+  double waited = 0;  // seconds
 };
 
 // -- the engine --
@@ -954,8 +988,6 @@ constexpr int64_t ANGLES = 4096;   // positions whose rotation is kept; of later
 // T: arithmetic; W: stored weights; K: stored keys and values.
 template <class T, class W, class K> class Net final : public Engine {
   static constexpr int N = LANES<T>;
-  using D = Dot<T, K>;
-  using Query = typename D::Input;
 
   struct Layer {
     std::vector<T> attn_norm, q_norm, k_norm, mlp_norm;
@@ -992,8 +1024,6 @@ template <class T, class W, class K> class Net final : public Engine {
   struct Workspace {
     Buffer<T> x, h, qkv, y, out, gate_up, p, cos_sin, logits;
     Buffer<double> z, weight;
-    Buffer<typename Dot<T, W>::Input> inputs;
-    Buffer<Query> queries;
     std::vector<K> key;  // (hp,)
     std::vector<int32_t> order;
     std::vector<uint8_t> allowed;  // (V,)
@@ -1010,7 +1040,8 @@ template <class T, class W, class K> class Net final : public Engine {
   RARE Net(const ChargptConfig& config, const float* const* weights)
       : c(config), hs(c.n_embd / c.n_head), hp(padded<T>(hs)), Wp(padded<T>(c.block_size)), C(padded<T>(c.n_embd)),
         F(padded<T>(c.n_inner)), V(padded<T>(c.vocab_size)), heads(c.n_head + 2 * c.n_kv_head),
-        frequencies(c.frequencies, c.frequencies + hs / 2), ngrams(c), pool(c.threads) {
+        frequencies(c.frequencies, c.frequencies + hs / 2), ngrams(c), pool(c.threads),
+        everyone(c.threads, false), pair(2, true) {
     slots = c.slots, vocab_size = c.vocab_size, cache_bits = 8 * sizeof(K);
     pack(weights);
     head_size = values_at() + size_t(Wp) * hp;
@@ -1029,8 +1060,6 @@ template <class T, class W, class K> class Net final : public Engine {
       w.y = Buffer<T>(BATCH * c.n_head * hp), w.out = Buffer<T>(BATCH * C), w.gate_up = Buffer<T>(BATCH * 2 * F);
       w.p = Buffer<T>(HEADS * Wp), w.cos_sin = Buffer<T>(BATCH * hs);
       w.logits = Buffer<T>(BATCH * V), w.z = Buffer<double>(V), w.weight = Buffer<double>(V);
-      w.inputs = Buffer<typename Dot<T, W>::Input>(BATCH * std::max({C, 2 * F, c.n_head * hp}));
-      w.queries = Buffer<Query>(HEADS * hp);
       w.kept = Buffer<K>(MOST_GUESSES * place_size());
       w.key.resize(hp);
       w.order.resize(V);
@@ -1105,8 +1134,9 @@ template <class T, class W, class K> class Net final : public Engine {
   }
 
   // Each thread takes whole sequences, about as many rows as the others.
-  // All run each batch together where a batch is work enough to pay for the waiting: with fewer sequences than threads,
-  // and where the weights outgrow 32 MB, as each thread then reads its share of them alone.
+  // All threads run each batch together if a batch is so much work that waiting for each other pays: with fewer
+  // sequences than threads, and if the weights outgrow 32 MB, because each thread then reads only its share of them.
+  // Two threads run each batch of one or two sequences together: half of the weights fits into a core's second cache.
   void run(const ChargptItem* items, int count) noexcept override {
     order.resize(count);
     for (int i = 0; i < count; ++i) order[i] = &items[i];
@@ -1114,14 +1144,9 @@ template <class T, class W, class K> class Net final : public Engine {
       return rows_of(*a) > rows_of(*b) || (rows_of(*a) == rows_of(*b) && a < b);
     });
     const bool is_large = storage.bytes > TEAM_BYTES || order[0]->count >= TEAM_ROWS;
-    if ((count < pool.size() && is_large) || storage.bytes > OUTGROWN_BYTES) {
-      pool.run(pool.size(), [&](int i) {
-        const Team team{&barrier, i, pool.size()};
-        if (i == 0) lead(order, spaces[0], team);
-        else follow(spaces[i], spaces[0], team);
-      });
-      return;
-    }
+    if ((count < pool.size() && is_large) || storage.bytes > OUTGROWN_BYTES) return run_together(everyone);
+    const bool is_long = order[0]->steps >= PAIR_STEPS;
+    if (pool.size() > 1 && count <= PAIR_SEQUENCES && is_long && pair.is_quick()) return run_together(pair);
     const int threads = std::min(pool.size(), count);
     for (int i = 0; i < threads; ++i) num_rows[i] = 0, spaces[i].share.clear();
     for (const ChargptItem* item : order) {
@@ -1129,22 +1154,27 @@ template <class T, class W, class K> class Net final : public Engine {
       num_rows[least] += rows_of(*item);
       spaces[least].share.push_back(item);
     }
-    pool.run(threads, [&](int i) { lead(spaces[i].share, spaces[i], Team{nullptr, 0, 1}); });
+    pool.run(threads, [&](int i) {
+      Team alone;
+      lead(spaces[i].share, spaces[i], alone);
+    });
   }
 
  private:
   static constexpr size_t TEAM_BYTES = size_t(16) << 20, OUTGROWN_BYTES = size_t(32) << 20;  // of weights
   static constexpr int TEAM_ROWS = 64;                    // of a prompt
   static constexpr int TOGETHER = 8;                      // sequences of a thread
-  // The threads that run a batch together, and this one among them.
-  struct Team {
-    Barrier* barrier;
-    int index, size;
-    void wait() const {
-      if (barrier) barrier->wait(size);
-    }
-    std::pair<int, int> share(int count) const { return {count * index / size, count * (index + 1) / size}; }
-  };
+  static constexpr int PAIR_SEQUENCES = 2, PAIR_STEPS = 8;  // fewer steps are not worth waking a thread
+
+  void run_together(Barrier& barrier) {
+    Team team(barrier, 0);
+    const auto run = [&](int i) {
+      if (i == 0) return lead(order, spaces[0], team);
+      Team member(barrier, i);
+      while (member.follows()) forward(spaces[i], spaces[0], member);
+    };
+    pool.run(barrier.size(), run, barrier.is_optional);
+  }
 
   static int64_t rows_of(const ChargptItem& item) {
     return item.count + item.steps - (item.count ? std::min(item.steps, 1) : 0);
@@ -1157,16 +1187,16 @@ template <class T, class W, class K> class Net final : public Engine {
   // Run items to their ends: feed the ids that were given, then what is chosen, BATCH rows at a time. Where all only
   // choose, TOGETHER of them take all their steps before the next ones begin: their keys and values stay in the cache,
   // where all rows' would be read from memory at every step. Not with weights that a cache does not hold either.
-  void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team team) {
+  void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team& team) {
     const bool stays = only_choose(items) && storage.bytes <= TEAM_BYTES;
+    Team alone;
     begin(items, w);
     while (gather(w, stays)) {
-      team.wait();
-      forward(w, w, team);
+      forward(w, w, team.meets() ? team : alone);
       finish(w);
       settle(w, stays);
     }
-    team.wait();
+    team.dismiss();
   }
 
   void begin(const std::vector<const ChargptItem*>& items, Workspace& w) {
@@ -1260,29 +1290,19 @@ template <class T, class W, class K> class Net final : public Engine {
 
   // Copy the keys and values in the place of a position to `kept`, or from there.
   void keep(bool keeps, int slot, int64_t position, K* kept) const {
-    constexpr int S = D::INPUTS;
     const int index = int(position % c.block_size);
     for (int layer = 0; layer < c.n_layer; ++layer)
       for (int h = 0; h < c.n_kv_head; ++h) {
-        K* key = ring(slot, layer, h) + size_t(index / KEYS) * KEYS * hs + index % KEYS * S;
+        K* key = ring(slot, layer, h) + size_t(index / KEYS) * KEYS * hs + index % KEYS;
         K* value = ring(slot, layer, h) + values_at() + size_t(index) * hp;
         for (int d = 0; d < hs; ++d, ++kept) {
-          K& number = key[d / S * S * KEYS + d % S];
+          K& number = key[d * KEYS];
           if (keeps) *kept = number;
           else number = *kept;
         }
         std::memcpy(keeps ? kept : value, keeps ? value : kept, hp * sizeof(K));
         kept += hp;
       }
-  }
-
-  // Share in the batches that the first thread leads, until there is none.
-  void follow(Workspace& own, Workspace& shared, Team team) {
-    for (;;) {
-      team.wait();
-      if (shared.rows.empty()) return;
-      forward(own, shared, team);
-    }
   }
 
   // Take in the rows of a batch after a forward: choose where the given ids have run.
@@ -1382,7 +1402,7 @@ template <class T, class W, class K> class Net final : public Engine {
 
   // One pass of a batch through the layers. Of a team, each thread has its own copy of the residual stream (own.x) and
   // computes its share of every product, and the attention of its share of the key heads.
-  void forward(Workspace& own, Workspace& batch, Team team) {
+  void forward(Workspace& own, Workspace& batch, Team& team) {
     const std::vector<Row>& rows = batch.rows;
     int count = int(rows.size());
     for (int r = 0; r < count; ++r) {
@@ -1401,14 +1421,13 @@ template <class T, class W, class K> class Net final : public Engine {
     for (int l = 0; l < c.n_layer; ++l) {
       const Layer& layer = layers[l];
       for (int r = 0; r < count; ++r) norm(x + r * C, layer.attn_norm.data(), h + r * C, C, c.n_embd);
-      if (team.size == 1) {
-        multiply(layer.qkv, {0, heads * per_head}, count, h, C, qkv, heads * hp, own.inputs.data);
+      if (team.is_alone()) {
+        multiply(layer.qkv, {0, heads * per_head}, count, h, C, qkv, heads * hp);
       } else {
         const int firsts[] = {0, c.n_head, c.n_head + c.n_kv_head}, sizes[] = {group, 1, 1};
         for (int part = 0; part < 3; ++part) {
           const int first = firsts[part] + first_kv * sizes[part], end = firsts[part] + end_kv * sizes[part];
-          multiply(layer.qkv, {first * per_head, end * per_head}, count, h, C, qkv, heads * hp,
-                   own.inputs.data);
+          multiply(layer.qkv, {first * per_head, end * per_head}, count, h, C, qkv, heads * hp);
         }
       }
       const bool is_last = l == c.n_layer - 1;
@@ -1423,26 +1442,26 @@ template <class T, class W, class K> class Net final : public Engine {
       }
       count = wanted;
       team.wait();
-      multiply(layer.proj, {first_out, end_out}, count, batch.y.data, attended, out, C, own.inputs.data);
+      multiply(layer.proj, {first_out, end_out}, count, batch.y.data, attended, out, C);
       team.wait();
       for (int r = 0; r < count; ++r) {
         add(x + r * C, out + r * C, C);
         norm(x + r * C, layer.mlp_norm.data(), h + r * C, C, c.n_embd);
       }
-      if (team.size == 1) {
-        multiply(layer.gate_up, {0, 2 * inner}, count, h, C, gate, 2 * F, own.inputs.data);
+      if (team.is_alone()) {
+        multiply(layer.gate_up, {0, 2 * inner}, count, h, C, gate, 2 * F);
       } else {
-        multiply(layer.gate_up, {first_inner, end_inner}, count, h, C, gate, 2 * F, own.inputs.data);
-        multiply(layer.gate_up, {inner + first_inner, inner + end_inner}, count, h, C, gate, 2 * F, own.inputs.data);
+        multiply(layer.gate_up, {first_inner, end_inner}, count, h, C, gate, 2 * F);
+        multiply(layer.gate_up, {inner + first_inner, inner + end_inner}, count, h, C, gate, 2 * F);
       }
       for (int r = 0; r < count; ++r) swiglu(gate + size_t(r) * 2 * F, first_inner * N, end_inner * N);
       team.wait();
-      multiply(layer.down, {first_out, end_out}, count, gate, 2 * F, out, C, own.inputs.data);
+      multiply(layer.down, {first_out, end_out}, count, gate, 2 * F, out, C);
       team.wait();
       for (int r = 0; r < count; ++r) add(x + r * C, out + r * C, C);
     }
     for (int r = 0; r < count; ++r) norm(x + r * C, final_norm.data(), h + r * C, C, c.n_embd);
-    multiply(head, team.share(V / N), count, h, C, batch.logits.data, V, own.inputs.data);
+    multiply(head, team.share(V / N), count, h, C, batch.logits.data, V);
     team.wait();
   }
 
@@ -1528,17 +1547,16 @@ template <class T, class W, class K> class Net final : public Engine {
       norm_and_rotate(k, layers[layer].k_norm.data(), cos_sin);
       K* keys = ring(row.slot, layer, h);
       K* values = keys + values_at();
-      constexpr int S = D::INPUTS;
-      K* key = keys + size_t(index / KEYS) * KEYS * hs + index % KEYS * S;
+      K* key = keys + size_t(index / KEYS) * KEYS * hs + index % KEYS;
       convert_all(k, w.key.data(), hp);
-      for (int d = 0; d < hs; ++d) key[d / S * S * KEYS + d % S] = w.key[d];
+      for (int d = 0; d < hs; ++d) key[d * KEYS] = w.key[d];
       convert_all(v, values + size_t(index) * hp, hp);
       if (!y) continue;
       const int seen = int(std::min<int64_t>(row.position + 1, c.block_size));
       ptrdiff_t ahead = (const char*)ring(next.slot, next_layer, h) - (const char*)keys;
       for (int g = 0; g < group; g += HEADS) {
         const int many = std::min(HEADS, group - g);
-        const Query* queries = D::inputs(q + (h * group + g) * hp, size_t(many) * hp, w.queries.data);
+        const T* queries = q + (h * group + g) * hp;
         T* to = y + (h * group + g) * hp;
         if (g) ahead = 0;
         if constexpr (HEADS == 1) attend_heads<1>(queries, keys, values, seen, w.p.data, to, ahead);
@@ -1557,23 +1575,23 @@ template <class T, class W, class K> class Net final : public Engine {
   static INLINE void prefetch(const K* from, ptrdiff_t ahead) { __builtin_prefetch((const char*)from + ahead, 0, 2); }
 
   // Scores of the first B blocks of a group of keys for G heads.
-  template <int G, int B> INLINE void score(const Query* q, const K* keys, T* p, ptrdiff_t ahead) const {
+  template <int G, int B> INLINE void score(const T* q, const K* keys, T* p, ptrdiff_t ahead) const {
     Lanes<T> total[G][B];
     for (int g = 0; g < G; ++g)
       for (int b = 0; b < B; ++b) total[g][b] = all(T(0));
-    for (int d = 0; d < hs; d += D::INPUTS) {
+    for (int d = 0; d < hs; ++d) {
       Lanes<T> key[B];
 #pragma GCC unroll 4
       for (int b = 0; b < B; ++b) {
-        const K* from = keys + size_t(d) * KEYS + b * N * D::INPUTS;
+        const K* from = keys + size_t(d) * KEYS + b * N;
         prefetch(from, ahead);
-        key[b] = D::weights(from);
+        key[b] = load_as<T>(from);
       }
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
-        const Lanes<T> query = D::input(q + g * hp + d);
+        const Lanes<T> query = all(q[g * hp + d]);
 #pragma GCC unroll 4
-        for (int b = 0; b < B; ++b) total[g][b] = D::add(key[b], query, total[g][b]);
+        for (int b = 0; b < B; ++b) total[g][b] = fma(key[b], query, total[g][b]);
       }
     }
 #pragma GCC unroll 4
@@ -1620,7 +1638,7 @@ template <class T, class W, class K> class Net final : public Engine {
   }
 
   template <int G>
-  __attribute__((noinline)) void attend_heads(const Query* q, const K* keys, const K* values, int seen, T* p, T* y,
+  __attribute__((noinline)) void attend_heads(const T* q, const K* keys, const K* values, int seen, T* p, T* y,
                                               ptrdiff_t ahead) const {
     const int blocks = (seen + N - 1) / N;
     int b = 0;
@@ -1697,7 +1715,7 @@ template <class T, class W, class K> class Net final : public Engine {
   const std::vector<double> frequencies;
   const NGrams ngrams;
   Pool pool;
-  Barrier barrier;
+  Barrier everyone, pair;
   Buffer<W> storage;
   std::vector<T> embed, final_norm, angles;
   std::vector<Layer> layers;
@@ -1738,19 +1756,16 @@ bool fits_half(const ChargptConfig& c, const float* const* weights) {
 
 // The layout of the structures above, which native.py must share.
 API int32_t chargpt_layout(void) {
-  return 8 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
+  return 9 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
 }
 
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {
   Engine* engine = nullptr;
-  if (config->dtype == 3) engine = new Net<float, float, float>(*config, weights);
+  if (config->dtype == 2) engine = new Net<float, float, float>(*config, weights);
   if (config->dtype == 0 && fits_half(*config, weights)) {
     if (config->is_half) engine = new Net<float, Half, Half>(*config, weights);
     else engine = new Net<float, float, Half>(*config, weights);
   }
-#ifdef HAS_BF16
-  if (config->dtype == 2) engine = new Net<float, Bf16, Bf16>(*config, weights);
-#endif
   if (!engine && config->dtype == 0) engine = new Net<float, float, float>(*config, weights);
   if (!engine && config->dtype == 1) engine = new Net<double, float, double>(*config, weights);
   if (!engine) return "this build has no such arithmetic";
@@ -1801,12 +1816,4 @@ API void chargpt_guesses(void* engine, int64_t* guessed, int64_t* right) {
 
 API int32_t chargpt_cache_bits(void* engine) { return ((Engine*)engine)->cache_bits; }
 
-// About this build.
 API int32_t chargpt_register_bits(void) { return 8 * REGISTER; }
-API int32_t chargpt_has_bf16(void) {
-#ifdef HAS_BF16
-  return 1;
-#else
-  return 0;
-#endif
-}

@@ -26,10 +26,11 @@ from service.model.ngrams import ORDER, NGrams
 from service.model.params import SamplingParams
 from service.wire import Logprobs
 
-FULL = 3  # ChargptConfig.dtype: weights, keys and values are float32 too
+DTYPES = ("float32", "float64")  # in which the library computes; the index of each is its number in ChargptConfig
+FULL = 2  # ChargptConfig.dtype: weights, keys and values are float32 too
 LIBRARY_VARIABLE = "CHARGPT_NATIVE_LIBRARY"  # environment variable: the path of another build, for its tests
 
-# Instruction sets, best first, with the flags of /proc/cpuinfo that each needs.
+# The instruction sets for which setup.py compiles, best first, with the flags of /proc/cpuinfo that each needs.
 _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VARIANTS = {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
@@ -70,20 +71,22 @@ def library() -> ctypes.CDLL:
     """
     if given := os.environ.get(LIBRARY_VARIABLE):
         return _load(Path(given))
-    return _load(built(Path(__file__).with_name("_native")))
+    return _load(built(Path(__file__).with_name("_native"), ("v4", "v3")))
 
 
-def built(stem: Path) -> Path:
+def built(stem: Path, variants: Sequence[str] = tuple(_VARIANTS)) -> Path:
     """Return the file for the best instruction set of this CPU, such as STEM_v4.so, of a library built by setup.py.
+
+    variants: those for which setup.py compiles it on x86-64, best first.
 
     Raises:
         RuntimeError: no file can be used; the message says why.
     """
     flags, machine = _cpu_flags(), platform.machine()
-    variants = ["base"] if machine in ("aarch64", "arm64") else [name for name in _VARIANTS if _VARIANTS[name] <= flags]
-    if not variants:
+    possible = ["base"] if machine in ("aarch64", "arm64") else [name for name in variants if _VARIANTS[name] <= flags]
+    if not possible:
         raise RuntimeError(f"this CPU ({machine}) has no AVX2 and FMA")
-    for variant in variants:
+    for variant in possible:
         path = stem.with_name(f"{stem.name}_{variant}.so")
         if path.exists():
             return path
@@ -116,7 +119,7 @@ def opened(path: Path, name: str, revision: int) -> ctypes.CDLL:
 
 def _load(path: Path) -> ctypes.CDLL:
     """Load a library and declare its functions. Raise RuntimeError like `opened`."""
-    layout = 8 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+    layout = 9 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
     library = opened(path, "chargpt_layout", layout)
     for name, arguments in {
         "chargpt_open": [POINTER(_Config), POINTER(POINTER(c_float)), POINTER(c_void_p)],
@@ -137,23 +140,12 @@ def _check(message: bytes | None, *_: Any) -> None:
         raise RuntimeError(f"the native engine: {message.decode()}")
 
 
-def dtypes() -> list[str]:
-    """Return the dtypes in which this CPU's library computes; the index of each is its number in the library.
-
-    Raises:
-        RuntimeError: the library cannot be used.
-    """
-    return ["float32", "float64"] + ["bfloat16"] * library().chargpt_has_bf16()
-
-
 class NativeRunner(Runner):
     """Runs a model in the native library.
 
     threads: the number of threads, with the calling one. Either each thread runs whole sequences, or all threads share
         each batch, whichever is faster.
-    dtype: "float32", "float64" or, if the CPU can multiply it, "bfloat16". With "bfloat16", weights, keys, values and
-        the factors of products are bfloat16, and sums are float32. With "float32", keys and values are stored as
-        float16, unless a text could make them overflow.
+    dtype: one of DTYPES. With "float32", keys and values are stored as float16, unless a text could make them overflow.
     half_cache: if False, "float32" stores keys, values and weights as float32.
     weights: under GPT's parameter names, as float16 or float32, or as float64 with float32 values. "float32" stores
         them as float16 if that is exact and keys and values are float16 too. "float64" stores them as float32.
@@ -161,7 +153,7 @@ class NativeRunner(Runner):
         only.
 
     Raises:
-        ValueError: a weight is not a float32, or the CPU does not compute in dtype.
+        ValueError: a weight is not a float32, or dtype is none of DTYPES.
         SelfCheckError: the model has other weights than native.cpp.
         RuntimeError: the library cannot be used, or lacks the memory or threads to start.
     """
@@ -179,40 +171,34 @@ class NativeRunner(Runner):
         ngrams: NGrams | None = None,
         half_cache: bool = True,
     ):
-        self.config, self.slots, self.dtype = config, slots, dtype
-        self._library, possible = library(), dtypes()
-        if dtype not in possible:
-            raise ValueError(f"on this CPU the native backend computes in {' or '.join(possible)}, got {dtype}")
-        self._engine, self._process = c_void_p(), os.getpid()
+        if dtype not in DTYPES:
+            raise ValueError(f"the native backend computes in {' or '.join(DTYPES)}, got {dtype}")
         refuse_other_weights(self.backend, config, weights)  # the library is given pointers
+        self.config, self.slots, self.dtype = config, slots, dtype
+        self._library, self._engine, self._process = library(), c_void_p(), os.getpid()
         blocks = [f"blocks.{layer}.{name}" for layer in range(config.n_layer) for name in _BLOCK]
         names = [f"{name}.weight" for name in ("embed", *blocks, "norm", "head")]
         singles = [_single(name, weights[name]) for name in names]
-        is_half = half_cache and dtype == "float32" and all(map(_fits_half, singles))
-        number = possible.index(dtype) if half_cache or dtype != "float32" else FULL
+        may_halve = half_cache and dtype == "float32"
+        is_half = may_halve and all(map(_fits_half, singles))
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
         frequencies = config.rope_theta**-half
         assert config.n_inner is not None
-        tree: tuple[int | None, ...] = (0, None, None, None)
-        if ngrams is not None:
-            arrays = ngrams.ids, ngrams.shares, ngrams.first_child
-            tree = (len(ngrams.ids), *(array.ctypes.data for array in arrays))
         self._library.chargpt_open(
             _Config(
                 *(config.vocab_size, config.block_size, config.n_layer, config.n_head, config.n_kv_head),
-                *(config.n_embd, config.n_inner, slots, threads, number, is_half, config.norm_eps),
+                *(config.n_embd, config.n_inner, slots, threads),
+                *(FULL if dtype == "float32" and not half_cache else DTYPES.index(dtype), is_half, config.norm_eps),
                 frequencies.ctypes.data_as(POINTER(c_double)),
-                *tree,
+                *_tree(ngrams),
             ),
             (POINTER(c_float) * len(singles))(*(it.ctypes.data_as(POINTER(c_float)) for it in singles)),
             self._engine,
         )
-        bits = self._library.chargpt_register_bits()
-        self.cache_dtype = dtype if dtype == "bfloat16" else f"float{self._library.chargpt_cache_bits(self._engine)}"
-        halves = is_half and self.cache_dtype == "float16"
-        self.weight_dtype = dtype if dtype == "bfloat16" else "float16" if halves else "float32"
+        self.cache_dtype = f"float{self._library.chargpt_cache_bits(self._engine)}"
+        self.weight_dtype = "float16" if is_half and self.cache_dtype == "float16" else "float32"
         stored = f"weights in {self.weight_dtype}, keys and values in {self.cache_dtype}"
-        self.description = f"{bits}-bit registers, {stored}"
+        self.description = f"{self._library.chargpt_register_bits()}-bit registers, {stored}"
 
     def __del__(self) -> None:
         self.close()
@@ -335,6 +321,13 @@ def _addresses(automaton: Automaton, minimum: MinimumLength | None) -> tuple[tup
     arrays = [np.ascontiguousarray(array, kind) for array, kind in zip(found, types, strict=True)]
     pointers = [array.ctypes.data if array.size else 0 for array in arrays]
     return (*pointers, automaton.table.shape[1], layers.shape[1], len(layers), minimum.repeat if minimum else 0), arrays
+
+
+def _tree(ngrams: NGrams | None) -> tuple[int | None, ...]:
+    """Return the fields of _Config that give the library pointers to a tree."""
+    if ngrams is None:
+        return 0, None, None, None
+    return len(ngrams.ids), *(array.ctypes.data for array in (ngrams.ids, ngrams.shares, ngrams.first_child))
 
 
 def _single(name: str, weight: np.ndarray) -> np.ndarray:

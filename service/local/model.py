@@ -79,8 +79,9 @@ def load(
     """Load a checkpoint folder, the best checkpoint of a run's folder, or without a folder the bundled checkpoint.
 
     backend: native, torch or cuda; auto takes cuda on a GPU, and native on a CPU if it runs there. Otherwise auto takes
-    torch, and warns. dtype: float32, float64 or bfloat16; auto takes float32, with torch float64. device: cpu, or cuda
-    for a GPU. threads: of the CPU; by default, as many as this process may use. slots: sequences that run at once.
+    torch, and warns. dtype: float32, float64 or, except with native, bfloat16; auto takes float32, with torch float64.
+    device: cpu, or cuda for a GPU. threads: of the CPU; by default, as many as this process may use. slots: sequences
+    that run at once.
 
     Raises:
         CheckpointError: the folder has no checkpoint, or it was altered.

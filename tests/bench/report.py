@@ -6,16 +6,14 @@ Reads only the results, so that the JSON of an earlier run gives its tables agai
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
-from statistics import median
 from typing import Any
 
 from tests.toolbox.figures import NONE, conditions, figure, plural, table
 
 from .peers import FAMILIES
 
-SYSTEMS = ("native float32", "native bfloat16")
+NATIVE = "native float32"
 PEERS = ("llama", "transformers", "stock", "vllm")
 
 
@@ -91,12 +89,9 @@ def engine_rows(part: dict[str, Any]) -> list[list[str]]:
     rows: list[list[str]] = []
     for name, by_rows in part["shapes"].items():
         rows = rows or [["decoding without HTTP, characters/s", *(plural(int(n), "row") for n in by_rows)]]
-        ours = [each["native float32"] for each in by_rows.values()]
+        ours = [each[NATIVE] for each in by_rows.values()]
         theirs = [each["llama"]["runs"] for each in by_rows.values()]
-        speeds = {system: [rates(each[system]["runs"]) for each in by_rows.values()] for system in SYSTEMS}
-        for system, found in speeds.items():  # bfloat16 where it is ever as fast
-            if any(map(operator.ge, map(median, found), map(median, speeds[SYSTEMS[0]]))):
-                rows.append([f"{name}, {system}", *map(figure, found)])
+        rows.append([f"{name}, {NATIVE}", *(figure(rates(mine["runs"])) for mine in ours)])
         rows.append([f"{name}, llama.cpp, its fastest variant", *(figure(rates(runs)) for runs in theirs)])
         if name == next(iter(part["shapes"])):
             cells = (ratios(rates(mine["runs"]), rates(runs)) for mine, runs in zip(ours, theirs, strict=True))

@@ -5,7 +5,7 @@
     make bench ARGS='--only engine http --threads 1'
     make bench-table                tables of OUT/serve.json into tests/README.md
 
-    engine   in process: the native engine in float32 and bfloat16, llama-batched-bench on each GGUF; the roofline
+    engine   in process: the native engine in float32, llama-batched-bench on each GGUF; the roofline
     http     answers and streams of 128 characters over HTTP and the time to the first character: the service,
              llama.cpp's server, transformers serve, stock LitServe
     mixed    one stream beside another client's work, and kinds of requests beside plain ones
@@ -45,7 +45,7 @@ from tests.toolbox.launch import ROOT, Server, ServerError, module
 
 from . import engine, llama, peers, roofline
 from .command import Remote, Run, add_only, add_threads, build_parser
-from .report import markdown
+from .report import NATIVE, markdown
 from .shapes import ANSWER, NUMBERS, PROMPT, SAMPLING, SHAPES, checkpoint_of, prompt_text
 
 ALONE_PER_SECOND = 4000 / 3  # answers of one client, one after the other: 20,000 in five turns
@@ -66,7 +66,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 PACE_SECONDS = 0.01  # step time of the paced stub: 64 streams emit 6,400 events/s
 STOCK_EVENT = b'{"text": "a"'
-DTYPES = ("float32", "bfloat16")  # of the native engine
 SLOTS = 128  # of the engine alone
 
 PARTS = ("engine", "http", "mixed", "templates", "path")
@@ -137,7 +136,7 @@ class Bench(Run):
             return llama.batched_bench(programs, variant, count, ANSWER, self.cores, repeats)
 
         with contextlib.ExitStack() as stack:
-            remotes = {f"native {d}": stack.enter_context(self.remote(folder, d, SLOTS)) for d in DTYPES}
+            remotes = {NATIVE: stack.enter_context(self.remote(folder, "float32", SLOTS))}
             best: dict[int, tuple[llama.Variant, int]] = {}  # and its runs per measurement
             for count in rows:
                 for name, remote in remotes.items():

@@ -28,6 +28,7 @@ from service.model.params import MAX_SEED, SamplingParams
 from service.model.sampling import uniforms
 from service.settings import BUNDLED
 from service.wire import Logprobs, floats
+from setup import SOURCE, VARIANTS
 from tests.helpers import VOCABULARY, random_model
 from tests.model.test_sampling import random_params
 from tests.sampler import History, sample
@@ -47,10 +48,7 @@ SHAPES = [
     {"n_layer": 2, "n_head": 6, "n_kv_head": 2, "n_embd": 192, "block_size": 130, "vocab_size": 300},
     {"n_layer": 2, "n_head": 2, "n_kv_head": 2, "n_embd": 96, "block_size": 64},
 ]
-needs_bf16 = pytest.mark.skipif(
-    native.why_not() is not None or "bfloat16" not in native.dtypes(), reason="the library does not multiply bfloat16"
-)
-LIBRARIES = sorted(Path(native.__file__).parent.glob("_native_*"))
+LIBRARIES = [Path(native.__file__).with_name(f"_native_{name}.so") for name in VARIANTS[SOURCE]]
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +92,7 @@ def decode(runner: NativeRunner, slots: list[int], steps: int | list[int], **opt
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float64", 1e-11), ("float32", 2e-3), pytest.param("bfloat16", 0.5, marks=needs_bf16)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 2e-3)])
 def test_log_probabilities_of_prompts_and_decoded_characters_equal_the_model(shape, dtype, tolerance):
     """Past the window, with the prompt in pieces of random lengths, several sequences together."""
     assert resolve("auto", dtype, "cpu") == ("native", dtype)
@@ -265,7 +261,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", pytest.param("bfloat16", marks=needs_bf16)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3]])
 def test_bits_do_not_depend_on_batch_threads_pieces_and_steps(shape, dtype):
     model = random_model(**shape)
@@ -277,7 +273,7 @@ def test_bits_do_not_depend_on_batch_threads_pieces_and_steps(shape, dtype):
 @pytest.mark.parametrize(
     ("least", "most", "shape", "ways"),
     [
-        # With weights of more than 32 MB threads share every batch, with up to 16 MB two hand batches to each other.
+        # With weights of more than 32 MB threads share every batch, with fewer those of at most two sequences.
         (32 << 20, 1 << 30, {"n_layer": 1, "n_embd": 1024, "n_head": 8, "n_kv_head": 4}, WAYS[4:]),
         (1 << 20, 16 << 20, {"n_layer": 3, "n_embd": 128, "n_head": 4, "n_kv_head": 2}, WAYS[3:]),
     ],
@@ -290,14 +286,44 @@ def test_bits_do_not_depend_on_threads_that_run_a_batch_together(least, most, sh
         assert run_all(model, "float32", **way) == first
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("has_ngrams", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_bits_of_one_or_two_rows_do_not_depend_on_the_number_of_threads(rows, has_ngrams, dtype):
+    """Plain, with log-probabilities and with a pattern. Calls of few steps are not worth waking a second thread."""
+    (model, ngrams), automaton = guessed(13), compile_regex("([b-y]{2}[^a]){200}", VOCABULARY)
+    for temperature, has_reports, has_guides in itertools.product((0.0, 1.0), (False, True), (False, True)):
+        runs = []
+        for threads, steps in ((1, 7), (1, 90), (2, 90), (3, 40)):
+            runner = open_native(model, rows, threads, dtype, ngrams if has_ngrams else None)
+            guides = {b: Guide(automaton, 600) for b in range(rows) if has_guides}
+            reports = dict.fromkeys(range(rows), everything(61)) if has_reports else {}
+            prompts, length = [text(61, 5 + b, b) for b in range(rows)], 400
+            for b, prompt in enumerate(prompts):
+                runner.start(b, SamplingParams(temperature, seed=b), prompt)
+            outcome = runner.prefill(
+                [Piece(b, it, True, guides.get(b), reports.get(b)) for b, it in enumerate(prompts)]
+            )
+            ids, reported = outcome.ids, [[outcome.reports[b] for b in reports]]
+            while new := min(steps, length - ids.shape[1]):
+                for b, guide in guides.items():
+                    assert all(map(guide.push, outcome.ids[b].tolist()))
+                outcome = decode(runner, [*range(rows)], new, guides=guides, reports=reports)
+                ids = np.concatenate([ids, outcome.ids], axis=1)
+                reported.append([outcome.reports[b] for b in reports])
+            values = [b"".join(bytes(of_call[b].top_values) for of_call in reported) for b in reports]
+            runs.append((ids.tolist(), values))
+        assert all(run == runs[0] for run in runs)
+
+
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [("float32", torch.float16), ("float64", torch.float32)])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[3]])
 def test_bits_are_the_same_in_each_instruction_set(shape, dtype, weight_dtype, monkeypatch):
     flags = native._cpu_flags()
     runs = []
-    for path in LIBRARIES:
+    for path in filter(Path.exists, LIBRARIES):
         variant = path.name.removeprefix("_native_").split(".")[0]
-        if native._VARIANTS.get(variant, set()) <= flags and (variant == "v4bf16" or dtype != "bfloat16"):
+        if native._VARIANTS.get(variant, set()) <= flags:
             monkeypatch.setattr(native, "library", lambda path=path: native._load(path))
             runs.append(run_all(random_model(**shape).to(weight_dtype), dtype, **WAYS[1]))
     assert runs
@@ -385,14 +411,10 @@ def test_other_dtypes_and_shapes_of_weights_are_refused():
         open_native(random_model(), dtype="float16")
 
 
-def test_bfloat16_is_refused_before_a_worker_starts_where_the_cpu_does_not_multiply_it(monkeypatch):
-    """By a library without it, as an older CPU would load."""
-    *_, path = (path for path in LIBRARIES if path.stem in ("_native_v3", "_native_base"))
-    older = native._load(path)
-    monkeypatch.setattr(native, "library", lambda: older)
+def test_bfloat16_is_refused_before_a_worker_starts():
     for backend in ("native", "auto"):
         assert resolve(backend, "float64", "cpu") == ("native", "float64")
-        with pytest.raises(ValueError, match="float32, float64 for backend native on this CPU, got bfloat16"):
+        with pytest.raises(ValueError, match="dtype must be auto, float32 or float64 for backend native, got bfloat16"):
             resolve(backend, "bfloat16", "cpu")
     assert resolve("torch", "bfloat16", "cpu") == ("torch", "bfloat16")
 
@@ -476,7 +498,7 @@ def guessed(window: int) -> tuple[GPT, NGrams]:
     return model, ngrams_of(model)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", pytest.param("bfloat16", marks=needs_bf16)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("window", [1, 2, 13])
 @pytest.mark.parametrize("has_ngrams", [False, True])
 def test_guesses_do_not_change_a_text(dtype, window, has_ngrams):

@@ -15,7 +15,7 @@ from service.model.checkpoint import Checkpoint
 from service.settings import BUNDLED
 from tests.helpers import overflow, random_model, save_random
 
-BACKENDS = [("native", dtype) for dtype in (native.dtypes() if native.why_not() is None else [])]
+BACKENDS = [("native", dtype) for dtype in (native.DTYPES if native.why_not() is None else ())]
 BACKENDS += [("torch", dtype) for dtype in ("float64", "float32", "bfloat16")]
 
 
