@@ -68,6 +68,20 @@ def _minimum(packed: bytes, constraint: bytes) -> MinimumLength:
     return MinimumLength.unpack(packed)
 
 
+def _guide_of(request: Submit) -> Guide | None:
+    if request.constraint is None or (request.constrains_first and request.written):
+        return None
+    minimum = None if request.minimum is None else _minimum(request.minimum, request.constraint)
+    return Guide(_automaton(request.constraint), request.max_tokens, minimum, request.may_leave, request.masks)
+
+
+def _stops_of(request: Submit) -> list[StopMatcher | StopPattern]:
+    stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
+    if request.stop_pattern is not None:
+        stops.append(StopPattern(_automaton(request.stop_pattern)))
+    return stops
+
+
 class Sequence:
     """The state of one submitted sequence. Times are on the engine's clock.
 
@@ -99,15 +113,8 @@ class Sequence:
         self.is_timed = False  # whether a delta has reported scheduled_at and prefilled_at
         self.unemitted_logprobs = Logprobs()
         self.unemitted_prompt_logprobs = Logprobs()
-        self.guide: Guide | None = None
-        if request.constraint is not None and not (request.constrains_first and request.written):
-            minimum = None if request.minimum is None else _minimum(request.minimum, request.constraint)
-            self.guide = Guide(
-                _automaton(request.constraint), request.max_tokens, minimum, request.may_leave, request.masks
-            )
-        self._stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
-        if request.stop_pattern is not None:
-            self._stops.append(StopPattern(_automaton(request.stop_pattern)))
+        self.guide = _guide_of(request)
+        self._stops = _stops_of(request)
         self.num_held = 0  # ids at the end that may begin a stop
         # Ids that may begin a stop. While none of them is held or arrives, `extend_simply` suffices. None: it never
         # does.

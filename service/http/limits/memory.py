@@ -93,10 +93,7 @@ def estimate(
         echoed += length if echo else 0
         completion += answers * submit.max_tokens
         max_tokens = max(max_tokens, submit.max_tokens)
-        if submit.logprobs is not None:
-            alternatives = len(submit.logprob_ids) or min(submit.logprobs, vocab_size)
-            reported = answers * submit.max_tokens + (0 if submit.score_from is None else length - submit.score_from)
-            logprobs += reported * (1 + alternatives)
+        logprobs += _num_logprobs(submit, answers, vocab_size)
     running = sum(sorted(sent)[-window:] if window else sent)
     prompt = PROMPT_BYTES * sum(prompts.values()) + (SENT_BYTES + wide) * running + ECHO_BYTES * echoed + beside
     if num_rankings:
@@ -105,6 +102,16 @@ def estimate(
         ranking += SEQUENCE_BYTES + RUNNING_BYTES
         prompt += (1 + MAX_CUTS) * num_rankings * ranking
     return Estimate(prompt, (COMPLETION_BYTES + wide) * completion, LOGPROB_BYTES * logprobs)
+
+
+def _num_logprobs(submit: Submit, answers: int, vocab_size: int) -> int:
+    """Return the most log-probabilities that a sequence reports, each with its alternatives."""
+    if submit.logprobs is None:
+        return 0
+    of_prompt = 0 if submit.score_from is None else len(submit.prompt) - submit.score_from
+    return (answers * submit.max_tokens + of_prompt) * (
+        1 + (len(submit.logprob_ids) or min(submit.logprobs, vocab_size))
+    )
 
 
 def _beside(submit: Submit, id_bytes: int) -> int:
