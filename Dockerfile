@@ -17,6 +17,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -r
 WORKDIR /src
 COPY setup.py .
 COPY service/engine/native.cpp service/engine/
+COPY service/engine/native service/engine/native
 RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
  && python -c "from setup import *; [open(f'/native/service/engine/_native_{name}.so') for name in VARIANTS[SOURCE]]"
 FROM scratch AS native

@@ -19,7 +19,7 @@ TORCH ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 ||
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
-NATIVE := service/engine/native.cpp training/fused.cpp
+NATIVE := service/engine/native.cpp $(wildcard service/engine/native/*.h) training/fused.cpp
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

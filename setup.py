@@ -1,5 +1,5 @@
-"""Builds the native engine, service/engine/native.cpp, and training/fused.cpp: one library per instruction set,
-chosen at run time.
+"""Builds the native engine, service/engine/native.cpp and the headers that it includes, and training/fused.cpp: one
+library per instruction set, chosen at run time.
 
 Plain shared libraries for ctypes, `_native_v4.so` and so on: they need neither Python's nor torch's headers, and one
 build serves every Python 3. setuptools takes them for extension modules, and so puts them into wheels for this
@@ -38,6 +38,7 @@ except ImportError:  # setuptools before 70.1, which Python's images have: it on
 # Relative to this file, as setuptools demands. An image that only serves lacks the second.
 SOURCE, FUSED = Path("service", "engine", "native.cpp"), Path("training", "fused.cpp")
 NAMES = {SOURCE: "service.engine._native", FUSED: "training._fused"}  # of the libraries
+HEADERS = SOURCE.with_suffix("")  # folder of what SOURCE includes
 FLAGS = (
     "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -fvisibility=hidden -fPIC -shared -pthread -Wall -Wextra".split()
 )
@@ -121,7 +122,8 @@ class BuildNative(build_ext):
         """The reason if the library could not be built."""
         source = Path(extension.sources[0])
         flags = VARIANTS[source][extension.name.rpartition("_")[2]]
-        changed = max(path.stat().st_mtime for path in (Path(__file__), Path(__file__).parent / source))
+        paths = Path(__file__), *(Path(__file__).parent / path for path in (source, *extension.depends))
+        changed = max(path.stat().st_mtime for path in paths)
         if not self.force and target.exists() and target.stat().st_mtime > changed:
             return None
         try:
@@ -166,12 +168,14 @@ def warn(message: str) -> None:
 
 
 if __name__ == "__main__":
+    found = sorted((Path(__file__).parent / HEADERS).glob("*.h"))
+    headers = {SOURCE: [(HEADERS / path.name).as_posix() for path in found]}
     setup(
         # `import chargpt` is this folder. Under its own name it is no package, as nobody would import it.
         packages=["chargpt", *find_packages(include=["service*", "training*"], exclude=["service.python"])],
         package_dir={"chargpt": "service/python"},
         ext_modules=[
-            Extension(f"{name}_{variant}", [source.as_posix()], optional=True)
+            Extension(f"{name}_{variant}", [source.as_posix()], depends=headers.get(source), optional=True)
             for source, name in NAMES.items()
             for variant in VARIANTS[source]
             if Path(__file__).parent.joinpath(source).exists()

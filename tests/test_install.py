@@ -76,7 +76,7 @@ def test_a_wheel_contains_the_libraries_and_the_page(source, tmp_path):
         archive.extractall(tmp_path / "wheel")
     found = libraries(tmp_path / "wheel")
     assert set(found) == ALL
-    assert not list((tmp_path / "wheel").rglob("*.cpp"))
+    assert not [*(tmp_path / "wheel").rglob("*.cpp"), *(tmp_path / "wheel").rglob("*.h")]
     page = Path("service", "http", "static")
     assert {path.name for path in (tmp_path / "wheel" / page).iterdir()} == {it.name for it in (ROOT / page).iterdir()}
     for path in found.values():
@@ -189,7 +189,8 @@ def test_a_source_distribution_contains_the_source(source, tmp_path):
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"setup.py", *(path.as_posix() for path in setup.OWN_FLAGS)} <= names
+    headers = {path.relative_to(source).as_posix() for path in (source / setup.HEADERS).glob("*.h")}
+    assert headers and headers | {"setup.py", *(path.as_posix() for path in setup.OWN_FLAGS)} <= names
 
 
 def git(source, *command):
@@ -277,12 +278,14 @@ def test_a_build_compiles_again_only_after_a_change(source):
     first = times()
     build(source)
     assert times() == first
-    for name in ("setup.py", *setup.OWN_FLAGS):
+    for name in ("setup.py", *setup.OWN_FLAGS, setup.HEADERS / "lanes.h"):
         before = times()
         os.utime(source / name)
         build(source)
         assert [library for library, after in times().items() if after > before[library]] == [
-            library for library in before if name == "setup.py" or library.startswith(f"_{Path(name).stem}_")
+            library
+            for library in before
+            if name == "setup.py" or library.startswith(f"_{(setup.SOURCE if name.suffix == '.h' else name).stem}_")
         ]
 
 

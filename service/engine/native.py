@@ -35,7 +35,7 @@ _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VARIANTS = {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
 
-# The weights of a block in the order of `Net::pack`.
+# The weights of a block in the order of `Net::pack` in native/net.h.
 _BLOCK = ("attn_norm", "attn.qkv", "attn.q_norm", "attn.k_norm", "attn.proj", "mlp_norm", "mlp.gate_up", "mlp.proj")
 _PARAMS = struct.Struct("=7dQ7q6Q")  # ChargptParams
 _ITEM = np.dtype(
@@ -143,7 +143,7 @@ def _check(message: bytes | None, *_: Any) -> None:
 class NativeRunner(Runner):
     """Runs a model in the native library.
 
-    threads: the number of threads, with the calling one. Either each thread runs whole sequences, or all threads share
+    threads: the number of threads, with the calling one. Either each thread runs whole sequences, or threads share
         each batch, whichever is faster.
     dtype: one of DTYPES. With "float32", keys and values are stored as float16, unless a text could make them overflow.
     half_cache: if False, "float32" stores keys, values and weights as float32.

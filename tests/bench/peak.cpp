@@ -4,9 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -21,9 +18,9 @@ constexpr int CHAINS = 10;  // independent sums: enough to hide the latency of a
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Operations (a multiplication and an addition count as two) of one repeat.
-EXPORT int64_t operations_float32() { return 2 * CHAINS * BYTES / 4; }
-EXPORT double run_float32(int64_t repeats) {
+// In float32. Operations (a multiplication and an addition count as two) of one repeat.
+EXPORT int64_t operations() { return 2 * CHAINS * BYTES / 4; }
+EXPORT double run(int64_t repeats) {
     typedef float Vector __attribute__((vector_size(BYTES)));
     Vector sums[CHAINS] = {}, a, b;
     for (size_t i = 0; i < BYTES / sizeof(float); i++) {
@@ -41,27 +38,6 @@ EXPORT double run_float32(int64_t repeats) {
     for (int c = 1; c < CHAINS; c++) sums[0] += sums[c];
     return sums[0][0];
 }
-
-#ifdef __AVX512BF16__
-EXPORT int64_t operations_bfloat16() { return 2 * CHAINS * 32; }
-EXPORT double run_bfloat16(int64_t repeats) {
-    __m512 sums[CHAINS] = {};
-    __m512bh a = (__m512bh)_mm512_set1_epi16(0x3f80), b = a;  // 1.0
-    asm volatile("" : "+v"(a), "+v"(b));
-    for (int64_t n = 0; n < repeats; n++)
-#pragma GCC unroll 10
-        for (int c = 0; c < CHAINS; c++) {
-            sums[c] = _mm512_dpbf16_ps(sums[c], a, b);
-            asm volatile("" : "+v"(sums[c]));
-        }
-#pragma GCC unroll 10
-    for (int c = 1; c < CHAINS; c++) sums[0] += sums[c];
-    return sums[0][0];
-}
-#else  // a CPU without such products computes them in float32
-EXPORT int64_t operations_bfloat16() { return operations_float32(); }
-EXPORT double run_bfloat16(int64_t repeats) { return run_float32(repeats); }
-#endif
 
 // Reads `bytes` (a multiple of 512) `repeats` times.
 EXPORT uint64_t read_bytes(const char* data, int64_t bytes, int64_t repeats) {

@@ -38,10 +38,8 @@ def probe() -> ctypes.CDLL:
         library = Path(folder) / "peak.so"
         run_checked([*COMPILE, SOURCE, "-o", library])
         built = ctypes.CDLL(str(library))
-    for dtype in ("float32", "bfloat16"):
-        getattr(built, f"operations_{dtype}").restype = ctypes.c_int64
-        getattr(built, f"run_{dtype}").argtypes = [ctypes.c_int64]
-        getattr(built, f"run_{dtype}").restype = ctypes.c_double
+    built.operations.restype = ctypes.c_int64
+    built.run.argtypes, built.run.restype = [ctypes.c_int64], ctypes.c_double
     built.read_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     built.read_bytes.restype = ctypes.c_uint64
     return built
@@ -74,11 +72,10 @@ def peak(calls: list[Callable[[int], Any]], work: float, seconds: float) -> floa
     return sum(rates)
 
 
-def product_rate(dtype: str, threads: int, seconds: float = 0.3) -> float:
-    """Floating-point operations per second of `threads` threads."""
+def product_rate(threads: int, seconds: float = 0.3) -> float:
+    """Floating-point operations per second of `threads` threads, in float32."""
     library = probe()
-    operations = getattr(library, f"operations_{dtype}")()
-    return peak([getattr(library, f"run_{dtype}")] * threads, operations, seconds)
+    return peak([library.run] * threads, library.operations(), seconds)
 
 
 def read_rate(num_bytes: int, threads: int, seconds: float = 0.3) -> float:
@@ -113,13 +110,13 @@ def count(
 
 
 def roofline(
-    config: GPTConfig, rows: int, length: float, dtype: str, threads: int, *, weights: str, cache: str
+    config: GPTConfig, rows: int, length: float, threads: int, *, weights: str, cache: str
 ) -> dict[str, float]:
-    """Counts, rates, and the minimum time of a step, `sequential_seconds`: the products of the weights and the
-    attention follow one another, as they do in a layer, each at its own limit.
+    """Counts, rates in float32, and the minimum time of a step, `sequential_seconds`: the products of the weights and
+    the attention follow one another, as they do in a layer, each at its own limit.
     """
-    figures = count(config, rows, length, dtype, weights=weights, cache=cache)
-    products = product_rate(dtype, threads)
+    figures = count(config, rows, length, "float32", weights=weights, cache=cache)
+    products = product_rate(threads)
     read = read_rate(int(figures["weight_bytes"] + figures["cache_bytes"]), threads)
     linear, attention = figures["product_operations"] / products, figures["attention_operations"] / products
     weight_seconds, cache_seconds = figures["weight_bytes"] / read, figures["cache_bytes"] / read

@@ -141,8 +141,8 @@ class Bench(Run):
             for count in rows:
                 for name, remote in remotes.items():
                     about = remote.call("about")
-                    length, dtype = PROMPT + ANSWER / 2, about["dtype"]
-                    roof = roofline.roofline(config, count, length, dtype, self.cores, **about["stored"])
+                    length = PROMPT + ANSWER / 2
+                    roof = roofline.roofline(config, count, length, self.cores, **about["stored"])
                     figures[str(count)][name] = {"flags": about, "roofline": roof, "runs": []}
                 probe = {v: batched(v, count, 1)["characters_per_second"] for v in self.some(llama.variants(files))}
                 variant = max(probe, key=probe.__getitem__)

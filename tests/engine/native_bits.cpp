@@ -65,9 +65,12 @@ void print(const char* dtype, bool is_double) {
   std::vector<ChargptItem> items;
   for (int slot = 0; slot < 2; ++slot) {
     // All of sampling, and the most probable character.
-    ChargptParams params{0, 1, -HUGE_VAL, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, nullptr, nullptr, nullptr, nullptr, nullptr};
+    ChargptParams params{};
+    params.top_p = params.typical_p = params.repetition = 1, params.log_min_p = -HUGE_VAL;
     if (!slot) {
-      params = {0.9, 0.95, -6, 0.99, 1.1, 0.1, 0.2, 7, 30, 0, PROMPT, 0, 0, nullptr, nullptr, prompt, nullptr, nullptr};
+      params.temperature = 0.9, params.top_p = 0.95, params.log_min_p = -6, params.typical_p = 0.99;
+      params.repetition = 1.1, params.presence = 0.1, params.frequency = 0.2;
+      params.seed = 7, params.top_k = 30, params.num_seen = PROMPT, params.seen = prompt;
     }
     require(chargpt_start(engine, slot, &params));
     items.push_back({slot, PROMPT - slot, STEPS, V, prompt + slot, nullptr, nullptr, chosen[slot], values[slot], ids,
