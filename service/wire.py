@@ -61,7 +61,7 @@ class Submit(msgspec.Struct, gc=False, array_like=True):
     priority: int = 0  # among the client's own sequences; lower runs first
     seen: tuple[int, ...] = ()  # for penalties: distinct ids that were cut off before the prompt
     must_run: bool = False  # accepted already, with its request or by a lost worker
-    written: tuple[int, ...] = ()  # the first ids of the completion; only what follows is reported
+    written: bytes = b""  # the first ids of the completion, 32 bits each; only what follows is reported
     request_id: str = ""  # for the log
     client: str = ""  # the client of the sequence; clients share the worker fairly
     weight: float = 1.0  # share of the client, above 0

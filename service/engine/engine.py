@@ -49,7 +49,6 @@ class StepStats:
         self.num_decode_steps = 0  # steps of the row with the most steps
         self.num_decode_tokens = 0
         self.num_dropped_tokens = 0  # characters chosen after a stop or after the sequence had ended
-        self.num_moved = 0  # sequences that lost their slot to another client
 
     @property
     def seconds(self) -> float:
@@ -184,7 +183,6 @@ class Engine:
         if only and not (len(slots) or plan.starts or plan.pieces):  # who can do nothing holds nobody up
             slots, plan = self._schedule(None)
         self._start(plan)
-        self.stats.num_moved += plan.num_moved
         self._charge([sequence for sequence, _ in plan.starts], self.stats.lap("schedule"))
         return slots, [piece for piece in plan.pieces if not piece.sequence.is_finished]  # as after a failed start
 

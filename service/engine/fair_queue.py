@@ -24,6 +24,7 @@ class Client(Account):
         self.waiting: list[tuple[int, int, Sequence]] = []  # heap of (priority, order of arrival, sequence)
         self.num_waiting = 0
         self.num_running = 0
+        self.num_parked = 0  # that have lost their slots and do not wait for others yet
         self.order = order  # of its last start, or its arrival; breaks ties
         self.version = 0  # of its entry in the queue's heap; entries of earlier versions are void
 
@@ -67,14 +68,20 @@ class FairQueue:
         sequence.order_of_arrival = next(self._numbers)
         self._wait(client, sequence)
 
-    def stop(self, sequence: Sequence) -> None:
-        """Record that a running sequence has lost its slot. `put_back` follows."""
-        self.client_of(sequence).num_running -= 1
-        sequence.has_left_queue, sequence.was_moved = False, True
+    def park(self, sequence: Sequence) -> None:
+        """Record that a running sequence has lost its slot. It does not wait until `put_back`."""
+        client = self.client_of(sequence)
+        client.num_running -= 1
+        client.num_parked += 1
+        sequence.has_left_queue, sequence.is_parked = False, True
+        self._enter(client)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Let a sequence that has lost its slot wait again, in its order of arrival."""
-        self._wait(self.client_of(sequence), sequence)
+        """Let a parked sequence wait again, in its order of arrival."""
+        client = self.client_of(sequence)
+        client.num_parked -= 1
+        sequence.is_parked = False
+        self._wait(client, sequence)
 
     def _wait(self, client: Client, sequence: Sequence) -> None:
         heapq.heappush(client.waiting, (sequence.request.priority, sequence.order_of_arrival, sequence))
@@ -113,7 +120,9 @@ class FairQueue:
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished sequence."""
         client = self.client_of(sequence)
-        if sequence.has_left_queue:
+        if sequence.is_parked:
+            client.num_parked -= 1
+        elif sequence.has_left_queue:
             client.num_running -= 1
             self._enter(client)
         else:
@@ -125,7 +134,7 @@ class FairQueue:
             if not client.num_waiting:
                 client.waiting.clear()
                 client.version += 1
-        if not client.num_waiting and not client.num_running:
+        if not (client.num_waiting or client.num_running or client.num_parked):
             client.version += 1
             del self._clients[client.name]
 

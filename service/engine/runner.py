@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from service.constrain.automaton import Guide
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from service.wire import Logprobs
-
-if TYPE_CHECKING:
-    pass
 
 NONE, FAILED = -1, -2  # in Outcome.ids: no id was chosen; the logits were not finite
 

@@ -25,10 +25,14 @@ COPIED_PER_CHARACTER = 128  # positions copied
 COMPARED_PER_CHARACTER = 16384  # ids compared
 STARTED_PER_CHARACTER = 256  # prompt ids passed to the runner's `start`
 SCORING_TURN = 4  # prompts that are only scored come first in every step whose number is a multiple of this
+FOLLOWED_PER_CHARACTER = 16  # ids that another worker has written, and that a guide or stops follow
 # A sequence keeps its slot until it has written so many characters in it, and an eighth of those that run again when it
 # goes on in another slot.
 MIN_WRITTEN = 32
 RUN_AGAIN_PER_WRITTEN = 8
+# So many characters may run again per decoded one, because both take about as long; at once, so many receptive fields.
+RUN_AGAIN_SHARE = 1 / 5
+MAX_CREDIT = 8
 TAKEN_FREELY = 8  # a client takes up to an eighth of the slots from others, and more if its sequences are long
 
 
@@ -41,7 +45,6 @@ class Plan(NamedTuple):
 
     starts: list[tuple[Sequence, Found | None]]  # new in a slot, each with its copy; the engine then calls `copied`
     pieces: list[Piece]  # after launching these, the engine calls `prefilled`
-    num_moved: int  # sequences that have lost their slots
 
 
 class Scheduler:
@@ -69,12 +72,16 @@ class Scheduler:
         # (sequence, source, length): the sequence left the queue, and a free slot is kept for it. It looks for a prefix
         # to copy again when slot `source` has run `length` ids.
         self.copying: list[tuple[Sequence, int, int]] = []
+        self.num_moved = 0  # sequences that have lost their slots; the owner counts them and sets it to 0
         self.num_guided = 0  # decoding sequences whose next choice depends on their last character
         self.contents = Contents(self.slots, config, piece)
         self.queue = FairQueue(slots)
         self._free = dict.fromkeys(range(self.slots))  # free slots; the slot that was unused for longest is first
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
         self._turn = 1  # number of the next step that runs prompts
+        self._parked: dict[int, Sequence] = {}  # that have lost their slots and do not wait for others yet, by id
+        self._max_credit = float(MAX_CREDIT * config.receptive_field)
+        self._credit = self._max_credit  # characters that may run again; below 0: none may
         self._by_id: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -85,7 +92,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self.queue.num_waiting
+        return self.queue.num_waiting + len(self._parked)
 
     @property
     def num_running(self) -> int:
@@ -114,10 +121,11 @@ class Scheduler:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.id))
 
     def _has_place(self, request: Submit) -> bool:
-        limit = self.max_waiting + self.num_free + self.queue.num_extra
-        if self.num_waiting < limit or self.queue.is_below_share(request):
+        num_waiting = self.queue.num_waiting - self.queue.num_extra
+        limit = self.max_waiting + self.num_free
+        if num_waiting < limit or self.queue.is_below_share(request):
             return True
-        return self.queue.is_below_part(request, self.max_waiting) and self.num_waiting < limit + self.max_waiting // 4
+        return self.queue.is_below_part(request, self.max_waiting) and num_waiting < limit + self.max_waiting // 4
 
     def expected_wait(self, request: Submit, rate: float | None) -> float:
         """Return the seconds until a new request gets a slot if `rate` sequences end per second.
@@ -147,6 +155,7 @@ class Scheduler:
         """Forget a finished sequence, and free its slot."""
         assert sequence.is_finished
         del self._by_id[sequence.id]
+        self._parked.pop(sequence.id, None)
         self.queue.remove(sequence)
         if sequence.slot is not None:
             self._vacate(sequence, sequence.slot)
@@ -178,6 +187,7 @@ class Scheduler:
         """
         starts: list[tuple[Sequence, Found | None]] = []
         spent, held = 0, self.contents.num_held
+        self._put_back()
         self.queue.begin(only)
         copying, self.copying = self.copying, []
         for sequence, source, length in copying:
@@ -186,20 +196,17 @@ class Scheduler:
                 spent += self._start(sequence, starts)
             else:
                 self.copying.append((sequence, source, length))
-        moved: list[Sequence] = []
-        while 2 * spent < budget and (self.num_free or self._make_room(only, {it.id for it, _ in starts}, moved)):
+        while 2 * spent < budget and (self.num_free or self._make_room(only, {it.id for it, _ in starts})):
             first = self.queue.pop()
             if first is None:
                 break
             if first.prefilled_at is None:
                 first.scheduled_at = now
             spent += self._start(first, starts)
-        for sequence in moved:  # now, so that none of them starts again in this step
-            self.queue.put_back(sequence)
         budget = max(budget - spent, min(budget, MIN_PREFILL))
         pieces = self._pieces(budget, only, each) if self.prefilling else []
         self._turn += bool(pieces)
-        return Plan(starts, pieces, len(moved))
+        return Plan(starts, pieces)
 
     def copied(self, slot: int, length: int) -> None:
         """Record that the first `length` positions of another slot were copied into `slot`."""
@@ -225,6 +232,7 @@ class Scheduler:
         """Record that `steps` (B,) characters of the sequences in `slots` (B,) were launched."""
         self.contents.num_held[slots] += steps
         self.num_left[slots] -= steps
+        self._credit = min(self._max_credit, self._credit + RUN_AGAIN_SHARE * int(steps.sum()))
 
     def not_run(self, sequence: Sequence, count: int) -> None:
         """Record that a sequence ran `count` fewer decode steps than were launched for it."""
@@ -232,13 +240,14 @@ class Scheduler:
             self.contents.num_held[sequence.slot] -= count
             self.num_left[sequence.slot] += count
 
-    def _make_room(self, only: set[Client] | None, started: set[int], moved: list[Sequence]) -> bool:
+    def _make_room(self, only: set[Client] | None, started: set[int]) -> bool:
         """Take a slot for the client whose sequence is next. Return whether there was one to take.
 
-        The client runs no sequence, or at least two fewer than the one that loses the slot. It takes more than a few
-        slots only if it is behind (`only`) and its own sequences are long. A client that is behind loses nothing.
+        The client runs at least two sequences fewer than the one that loses the slot. Or it runs none and is behind
+        (`only`), and the sequence that loses the slot has written half a receptive field there. A client takes more
+        than a few slots only if it is behind and its own sequences are long. A client that is behind loses nothing.
 
-        started: ids of sequences that start in this step. moved: takes up the sequence that loses its slot.
+        started: ids of sequences that start in this step.
         """
         taker = self.queue.next_client()
         if taker is None:
@@ -247,43 +256,53 @@ class Scheduler:
         for sequence in filter(None, self.by_slot):
             running.setdefault(self.queue.client_of(sequence), []).append(sequence)
         own = running.pop(taker, [])
-        if len(own) >= max(1, self.slots // TAKEN_FREELY) and not (only and all(map(self._has_written, own))):
+        if len(own) >= max(1, self.slots // TAKEN_FREELY) and not (only and all(map(_has_written, own))):
             return False
         for giver in sorted(running, key=lambda client: (-client.num_running, client.lag)):
-            if only and giver in only or taker.num_running and giver.num_running < taker.num_running + 2:
+            has_more = giver.num_running >= taker.num_running + 2
+            if (only and giver in only) or not (has_more or (only and not taker.num_running)):
                 continue
-            may_move = [it for it in running[giver] if it.id not in started and self._may_move(it)]
+            may_move = [it for it in running[giver] if it.id not in started and self._may_move(it, has_more)]
             if may_move:
-                moved.append(max(may_move, key=lambda it: (it.request.priority, it.order_of_arrival)))
-                self._move(moved[-1])
+                self._move(max(may_move, key=lambda it: (it.request.priority, it.order_of_arrival)))
                 return True
         return False
 
+    def _may_move(self, sequence: Sequence, has_more: bool) -> bool:
+        """Whether a sequence may lose its slot. It must not end in the calls in flight.
+
+        has_more: its client has more sequences than the one that takes the slot.
+        """
+        if not self.is_decoding[sequence.slot]:
+            return has_more and not sequence.num_prefilled
+        enough = sequence.receptive_field / 2
+        is_long = _has_written(sequence) if has_more else sequence.num_written >= max(MIN_WRITTEN, enough)
+        return is_long and bool(self.num_left[sequence.slot])
+
     def _move(self, sequence: Sequence) -> None:
-        """Take the slot of a sequence. The queue's `put_back` follows; the sequence then goes on in another slot."""
+        """Take the slot of a sequence, which waits again from the next step on at the earliest (`_put_back`)."""
         assert sequence.slot is not None
         self._vacate(sequence, sequence.slot)
-        sequence.slot = None
-        self.queue.stop(sequence)
+        sequence.slot, sequence.goes_on = None, True
+        self.queue.park(sequence)
+        self._parked[sequence.id] = sequence
+        self.num_moved += 1
 
-    def _may_move(self, sequence: Sequence) -> bool:
-        """Whether a sequence has not begun to run, or has written enough and does not end in the calls in flight."""
-        if not self.is_decoding[sequence.slot]:
-            return not sequence.num_prefilled
-        return bool(self.num_left[sequence.slot]) and self._has_written(sequence)
-
-    def _has_written(self, sequence: Sequence) -> bool:
-        """Whether a sequence has written enough in its slot for the time that it takes to go on in another one."""
-        num_written = len(sequence.ids) - sequence.prefill_from - len(sequence.to_run)
-        num_again = min(len(sequence.ids), sequence.receptive_field)
-        return num_written >= max(MIN_WRITTEN, num_again / RUN_AGAIN_PER_WRITTEN)
+    def _put_back(self) -> None:
+        """Let sequences that have lost their slots wait again, as far as so much may run again."""
+        while self._parked and (self._credit >= 0.0 or self.num_running == self.queue.num_waiting == 0):
+            sequence = self._parked.pop(next(iter(self._parked)))
+            self._credit -= sequence.num_again
+            self.queue.put_back(sequence)
 
     def _start(self, sequence: Sequence, starts: list[tuple[Sequence, Found | None]]) -> int:
         """Give a slot to a sequence, or let it wait for the prefix that it will copy. Return the cost in characters."""
-        if sequence.was_moved:
+        cost = 1
+        if sequence.goes_on:
+            cost += sequence.follow() // FOLLOWED_PER_CHARACTER
             sequence.rewind()
         found = self.contents.find(sequence)
-        cost, length = 1 + self.contents.num_compared // COMPARED_PER_CHARACTER, found.length if found else 0
+        cost, length = cost + self.contents.num_compared // COMPARED_PER_CHARACTER, found.length if found else 0
         if found is not None and not found.is_ready:
             self.copying.append((sequence, found.source, length))
             return cost
@@ -302,7 +321,7 @@ class Scheduler:
             sequence.num_prefilled = length
             cost += min(length, self.contents.window) // COPIED_PER_CHARACTER  # a copy moves at most W positions
         starts.append((sequence, found))
-        return cost + len(sequence.request.prompt) // STARTED_PER_CHARACTER
+        return cost + len(sequence.ids) // STARTED_PER_CHARACTER
 
     def _pieces(self, budget: int, only: set[Client] | None, each: float) -> list[Piece]:
         stop_at: dict[int, int] = {}  # slot -> the position at which it must stop so that waiting sequences can copy
@@ -347,3 +366,8 @@ class Scheduler:
             place = (kind != are_scores_first, start, num_left)
             places[slot] = min(place, places.get(slot, place))
         return sorted(self.prefilling, key=lambda sequence: places[sequence.slot])
+
+
+def _has_written(sequence: Sequence) -> bool:
+    """Whether a sequence has written enough in its slot for the time that it takes to go on in another one."""
+    return sequence.num_written >= max(MIN_WRITTEN, sequence.num_again / RUN_AGAIN_PER_WRITTEN)

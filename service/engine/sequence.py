@@ -98,13 +98,15 @@ class Sequence:
         self.id = request.id
         self.deadline = arrived_at + request.timeout_seconds
         self.receptive_field = receptive_field
-        self.ids = list(request.prompt)  # prompt, then completion
+        self.ids = [*request.prompt, *array("i", request.written)]  # prompt, then completion
+        self._is_followed = not request.written  # whether the guide and the stops are where `ids` end
         self.report = None if request.logprobs is None else Report(request.logprobs, request.logprob_ids)
         self.num_run = 0  # ids of the prompt that ran, and were not copied; not those that ran again
         self.order_of_arrival = 0  # set by the queue
         self.has_left_queue = False
-        self.was_moved = False  # has lost a slot to another client
-        self.num_emitted = len(request.written)  # completion ids emitted
+        self.goes_on = bool(request.written)  # has run in another slot, or in another worker
+        self.is_parked = False  # has lost its slot, and does not wait for another one yet
+        self.num_emitted = self.num_completion_tokens  # completion ids emitted
         self.num_cut = 0  # ids at the end that belong to a stop and are not emitted
         self.refused: int | None = None  # the id that ended its pattern; it is not part of the completion
         self.finish_reason: FinishReason | None = None
@@ -120,9 +122,7 @@ class Sequence:
         # does.
         is_simple = (request.constraint is None or request.constrains_first) and request.stop_pattern is None
         self.notable = frozenset(stop[0] for stop in request.stop) if is_simple and request.masks else None
-        for id in request.written:
-            self.append(id)
-        assert not self.is_finished, "what was written before did not end it"
+        self.slot: int | None = None
         self.rewind()
 
     def rewind(self) -> None:
@@ -130,10 +130,10 @@ class Sequence:
 
         Each id keeps its position, because the bits of its keys depend on it.
         """
+        self.slot = None
         scores_from = None if self.num_completion_tokens else self.request.score_from
         origin = max(0, (self.request.score_from or len(self.request.prompt)) - self.receptive_field)
         first_needed = scores_from or len(self.ids)  # the first id whose logits are needed
-        self.slot: int | None = None
         self.prefill_from = max(origin, first_needed - self.receptive_field)
         self.position = self.prefill_from - origin  # of the first id that runs
         self.to_run = np.array(self.ids[self.prefill_from :], dtype=np.int32)  # before the next choice
@@ -158,7 +158,7 @@ class Sequence:
     @property
     def is_extra(self) -> bool:
         """True if it was accepted before: a later candidate of a request, or a text of which a part is written."""
-        return self.was_moved or bool(self.request.written) or (self.is_candidate and self.request.must_run)
+        return self.goes_on or (self.is_candidate and self.request.must_run)
 
     @property
     def tried(self) -> Tried:
@@ -180,6 +180,16 @@ class Sequence:
     def ends(self) -> list[int]:
         """The stop sequences of one character, as ids."""
         return [stop[0] for stop in self.request.stop if len(stop) == 1]
+
+    @property
+    def num_written(self) -> int:
+        """The number of ids that it has chosen in its slot."""
+        return len(self.ids) - self.prefill_from - len(self.to_run)
+
+    @property
+    def num_again(self) -> int:
+        """The number of ids that run again if it goes on in another slot."""
+        return min(len(self.ids), self.receptive_field) if self.num_prefilled or self.num_completion_tokens else 0
 
     @property
     def written(self) -> list[int]:
@@ -237,18 +247,36 @@ class Sequence:
             self.finish_reason, self.refused = "stop", id
             return
         self.ids.append(id)
+        self._follow(id, self.num_completion_tokens)
+
+    def follow(self) -> int:
+        """Let the guide and the stops follow what another worker has written. Return how many ids they followed."""
+        if self._is_followed:
+            return 0
+        self._is_followed = True
+        if self.guide is None and not self._stops:
+            return 0
+        for count, id in enumerate(self.written, start=1):
+            if self.guide is not None:
+                self.guide.push(id)
+            self._follow(id, count)
+        assert not self.is_finished, "what was written before did not end it"
+        return len(self.written)
+
+    def _follow(self, id: int, count: int) -> None:
+        """End the sequence if it ends after `id`, with which it has `count` ids."""
         # A stop that is cut off may begin only after min_tokens characters.
         first = 0 if self.request.include_stop else self.request.min_tokens
-        if self._stops and self.num_completion_tokens > first:
+        if self._stops and count > first:
             matched = max(stop.push(id) or 0 for stop in self._stops)
-            if matched and self.num_completion_tokens >= self.request.min_tokens:
+            if matched and count >= self.request.min_tokens:
                 self.num_cut = 0 if self.request.include_stop else matched
                 self.finish_reason = "stop"
                 return
             self.num_held = max(stop.held for stop in self._stops)
         if self.guide is not None and self.guide.must_end:
             self.finish_reason = "stop"
-        elif self.num_completion_tokens == self.request.max_tokens:
+        elif count == self.request.max_tokens:
             self.finish_reason = "length"
 
     def emit(self) -> tuple[list[int], Logprobs | None, Logprobs | None]:

@@ -232,8 +232,9 @@ def _observe(metrics: ModelMetrics, engine: Engine, slots: int, transport_second
         metrics.prefix_cache_hit_tokens.inc(stats.num_copied_tokens)
     if stats.num_dropped_tokens:
         metrics.dropped_tokens.inc(stats.num_dropped_tokens)
-    if stats.num_moved:
-        metrics.num_preemptions.inc(stats.num_moved)
+    if scheduler.num_moved:
+        metrics.num_preemptions.inc(scheduler.num_moved)
+        scheduler.num_moved = 0
     metrics.num_requests_running.set(scheduler.num_running)
     metrics.num_requests_waiting.set(scheduler.num_waiting)
     metrics.cache_slots_in_use.set(scheduler.num_running)

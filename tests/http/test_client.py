@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -381,7 +382,7 @@ async def test_a_sequence_that_lost_its_worker_goes_on_from_what_has_arrived(pee
     await peer.lose_worker()
     await peer.until(lambda: len(peer.received) == 2)
     assert [(it.id, it.written, it.must_run, it.score_from) for it in peer.received] == [
-        (first, (0, 1, 1), True, 1), (second, (), True, 1),
+        (first, array("i", [0, 1, 1]).tobytes(), True, 1), (second, b"", True, 1),
     ]  # fmt: skip
     assert {it.reuse_group for it in peer.received} == {"key salt"}
     peer.send(Delta(first, [0], "length", ended_at=3.0, **begun, logprobs=logprobs_of([-9.0])))

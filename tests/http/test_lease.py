@@ -30,7 +30,7 @@ def submit(prompt, max_tokens, sampling=None, **options):
 
 def test_estimate_sums_prompts_completions_and_log_probabilities():
     prompt, each = [0] * 1000, 2000 + 4000
-    assert estimate([submit(prompt, 50)] * 3, 100, 65) == (3 * each + 8 * 1000 + 24 * 300, 24 * 150, 0)
+    assert estimate([submit(prompt, 50)] * 3, 100, 65) == (3 * each + 8 * 1000 + 24 * 300, 28 * 150, 0)
     assert estimate([submit(prompt, 50)] * 3, 100, 65, echo=True).prompt == 3 * each + 8 * 1000 + 24 * 300 + 4 * 3000
     for options, count in ({"logprobs": 9}, 10), ({"logprobs": 99}, 66), ({"logprobs": 0, "logprob_ids": (4,)}, 2):
         assert estimate([submit(prompt, 50, **options)], 100, 65).logprobs == 12 * count * 50
@@ -39,7 +39,7 @@ def test_estimate_sums_prompts_completions_and_log_probabilities():
     assert estimate([scored] * 3, 100, 65, window=2).prompt == 3 * 2000 + 2 * 4000 + 8 * 1000 + 24 * 2000
     late = submit(prompt, 0, logprobs=0, score_from=900)
     assert estimate([late], 100, 65) == (each + 8 * 1000 + 24 * 200, 0, 12 * 100)
-    assert estimate([submit(prompt, 50)], 100, 258) == (each + 8 * 1000 + 56 * 100, 56 * 50, 0)
+    assert estimate([submit(prompt, 50)], 100, 258) == (each + 8 * 1000 + 56 * 100, 60 * 50, 0)
     assert estimate([], 100, 65) == (0, 0, 0) and estimate([], 100, 65, beside=9) == (9, 0, 0)
     biased = SamplingParams(logit_bias=((1, 2.0), (2, 3.0)))
     much = submit([0], 0, biased, stop=((1, 2), (3,)), constraint=b"12345", stop_pattern=b"6")
@@ -92,7 +92,7 @@ def test_held_bytes_are_bounded_in_all_and_per_client():
 
 @pytest.fixture(scope="module")
 def server(slow):
-    """max_tokens · 24 bytes: a request may have 87,381 characters, one client twice as many."""
+    """max_tokens · 28 bytes: a request may have 74,898 characters, one client twice as many."""
     limits = {"max_held_bytes": 8 * MiB, "max_body_bytes": 2 * MiB}
     with serving(slow.path, **limits, max_queued_requests=0, max_running_requests=8) as server:
         yield server
@@ -102,7 +102,7 @@ def server(slow):
 
 def test_a_request_that_may_need_too_much_memory_is_refused_for_good(server):
     for path, body, param in (
-        ("/generate", {"prompt": "a", "max_tokens": 87_382}, "max_tokens"),
+        ("/generate", {"prompt": "a", "max_tokens": 74_899}, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 400, "n": 8, "logprobs": V}, "logprobs"),
         ("/v1/completions", {"prompt": "a" * 90_000, "max_tokens": 0, "echo": True, "logprobs": 0}, "prompt"),
         ("/generate", {"prompt": "a", "suffix": "b", "max_tokens": 20_000, "best_of": 8}, "prompt"),
@@ -119,9 +119,9 @@ def test_a_request_that_may_need_too_much_memory_is_refused_for_good(server):
 def test_requests_beyond_the_memory_of_a_client_are_refused_for_now_and_all_is_released(server):
     server.wait_until_metric("chargpt_held_bytes", 0)
     before = server.metric("chargpt_admission_rejections_total", reason="overloaded")
-    body = {"prompt": "a", "max_tokens": 70_000, "stream": True}  # 1.7 MB; the client may hold 4 MiB
+    body = {"prompt": "a", "max_tokens": 70_000, "stream": True}  # 2 MB; the client may hold 4 MiB
     with sent(server.port, post("/generate", body)), sent(server.port, post("/generate", body)):
-        server.wait_until_metric("chargpt_held_bytes", 2 * (70_000 * 24 + 6032))
+        server.wait_until_metric("chargpt_held_bytes", 2 * (70_000 * 28 + 6032))
         refused = web.post(f"{server.url}/generate", json=body | {"n": 1})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["code"] == "overloaded"

@@ -231,6 +231,8 @@ class EngineClient:
             submit.timeout_seconds = seconds
             if len(submit.prompt) > generation.model.receptive_field:
                 submit = _shortened(submit, generation.model.receptive_field, prompts)
+            if sequence.ids:
+                submit = msgspec.structs.replace(submit, written=bytes(sequence.ids))
             messages.setdefault((sequence.worker, *submit.shared), []).append(submit)
         for (worker, *_), submits in messages.items():
             self._sockets.send(Submits.of(submits), worker)
@@ -277,21 +279,24 @@ class EngineClient:
             self.state.assign(self.consumer_id, sequence.worker, -1)
             sequence.worker = HOMELESS
 
-    def _go_on(self, generation: Generation, sequence: SequenceState) -> None:
-        """Let another worker go on with a sequence that lost its worker, if it has not run MAX_RUNS times."""
-        id = sequence.submit.id
-        if id not in self._running or sequence.worker != HOMELESS:  # it has ended, or has a worker
-            return
-        if sequence.is_leaving:
-            self._received_delta(Delta(id, [], "abort"), time.monotonic())
-            return
-        if sequence.runs == MAX_RUNS:
-            message = f"the inference processes that ran this request ended, {MAX_RUNS} in a row"
-            sequence.error = ApiError(503, message, code="worker_lost", retry_after_seconds=1)
-            self._received_delta(Delta(id, [], "error"), time.monotonic())
-            return
-        sequence.go_on()
-        self._send(generation, [sequence])
+    def _go_on(self, running: Iterable[tuple[Generation, SequenceState]]) -> None:
+        """Let other workers go on with sequences that have none, if these have not run MAX_RUNS times."""
+        left: dict[Generation, list[SequenceState]] = {}
+        for generation, sequence in running:
+            id = sequence.submit.id
+            if id not in self._running or sequence.worker != HOMELESS:  # it has ended, or has a worker
+                continue
+            if sequence.is_leaving:
+                self._received_delta(Delta(id, [], "abort"), time.monotonic())
+            elif sequence.runs == MAX_RUNS:
+                message = f"the inference processes that ran this request ended, {MAX_RUNS} in a row"
+                sequence.error = ApiError(503, message, code="worker_lost", retry_after_seconds=1)
+                self._received_delta(Delta(id, [], "error"), time.monotonic())
+            else:
+                sequence.go_on()
+                left.setdefault(generation, []).append(sequence)
+        for generation, sequences in left.items():
+            self._send(generation, sequences)
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
         """End all sequences of a generation, submitted or not.
@@ -347,15 +352,13 @@ class EngineClient:
                     if is_single and generation.timeout_seconds >= self._patience:
                         self._full[sequence.submit.client] = Full(message, now + REFUSING_SECONDS)
                 case WorkerFound(version):
-                    for generation, sequence in list(self._running.values()):
-                        if generation.model.id == version:
-                            self._go_on(generation, sequence)
+                    self._go_on([entry for entry in self._running.values() if entry[0].model.id == version])
                 case WorkerLost(version):
                     lost = [entry for entry in self._running.values() if entry[1].worker == worker]
                     self._lost_at[version] = now
-                    for generation, sequence in lost:
+                    for _, sequence in lost:
                         self._leave(sequence)
-                        self._go_on(generation, sequence)
+                    self._go_on(lost)
                     if lost:
                         what = plural(len(lost), "sequence")
                         logger.error("lost worker %d; %s of it will go on in another one", worker, what)

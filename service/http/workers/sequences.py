@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
@@ -68,8 +67,9 @@ class SequenceState:
             self.prompt_logprobs.extend(delta.prompt_logprobs)
 
     def go_on(self) -> None:
-        """Ask another worker for what has not arrived. Before the first character, that is all of it."""
-        self.submit.must_run, self.submit.written = True, tuple(array("I", bytes(self.ids)))
+        """Prepare to run what has not arrived in another worker. Before the first character, that is all of it."""
+        if self.runs:  # otherwise no worker has accepted it
+            self.submit.must_run = True
         if not self.ids:
             self.prompt_logprobs = None
 
