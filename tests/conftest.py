@@ -47,7 +47,7 @@ LONGEST = """
 # For one process of several: importing transformers takes seconds.
 TOGETHER = """
     http/test_api.py model/test_checkpoint.py model/test_model.py model/test_sampling.py http/test_records.py
-    training/test_min_count.py test_end_to_end.py
+    training/text/test_min_count.py test_end_to_end.py
 """.split()
 
 

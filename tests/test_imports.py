@@ -111,6 +111,21 @@ def test_a_step_of_a_request_imports_only_earlier_ones():
             assert not late, f"{module} imports {late}"
 
 
+# The folders of training/ and what they share. Text knows nothing of settings, and a model nothing of a run.
+ROOMS = ("messages", "folders", "text", "config", "model", "measure", "fit", "run", "commands", "__main__")
+
+
+def test_a_folder_of_training_imports_only_those_above_it():
+    def place(module):
+        return next((i for i, room in enumerate(ROOMS) if f"{module}.".startswith(f"training.{room}.")), -1)
+
+    for path in FILES:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if module.startswith("training.") and place(module) >= 0:
+            late = [imported for imported in imports(path) if place(imported) > place(module)]
+            assert not late, f"{module} imports {late}"
+
+
 def test_no_modules_import_each_other_in_a_circle():
     """Typing included: what each of them is can be read without the others."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
@@ -141,7 +156,7 @@ LIGHT = (
             ("service.server", {"prometheus_client"}),
         ],
         [
-            ("training.data", {"training"}),
+            ("training.text.corpus, training.text.records, training.config, training.commands.prepare", {"training"}),
             ("service.model.gpt, service.engine.engine", {"torch"}),
             ("training.__main__, training.jobs, training.evaluate", {"pydantic"}),
         ],

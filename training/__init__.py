@@ -6,8 +6,12 @@ The modules, in the order in which a run uses them:
     config.py       defines the settings of a run, and the presets
     recipe.py       fits open settings to a small text
     plan.py         fits a run to --minutes
-    data.py         encodes text to memory-mapped character ids, splits it, and draws windows
-    records.py      splits a text into records
+    text/           turns a text into ids and batches:
+      files.py      finds and reads files
+      records.py    splits a text into records
+      encoding.py   encodes text as ids
+      batches.py    draws windows or records, and arranges them as batches
+      corpus.py     encodes a text to memory-mapped character ids, in a cache, and splits it
     jobs.py         `train`, from its flags to the loop: starts and resumes runs
     inputs.py       reads the checkpoints and texts that a command is given, and opens a model to sample
     check.py        warns before a run about the text: its size, duplicates, rare symbols
@@ -32,9 +36,10 @@ The modules, in the order in which a run uses them:
 Run.loss in loop.py is the loss, and Run.step is a step. The schedules of learning rate, momentum and weight decay are
 at the end of optim.py. The schedule of the windows is TrainConfig.window_at in config.py.
 
-sample.py, score.py, report.py, export.py and lecture.py each contain the command of the same name. examination.py
-computes the findings of report. rows.py prints rows as JSON lines or CSV.
+commands/prepare.py, sample.py, score.py, report.py, export.py and lecture.py each contain the command of the same name.
+examination.py computes the findings of report. rows.py prints rows as JSON lines or CSV.
 
 Import rule: of the packages and modules in `service`, training may import `service.model`, `service.engine`,
-`service.constrain` and `service.wire`. tests/test_imports.py checks the rule.
+`service.constrain` and `service.wire`. A folder imports only the folders above it: text, then commands.
+tests/test_imports.py checks the rules.
 """

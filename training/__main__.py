@@ -32,7 +32,7 @@ from training.config import (
     TrainConfig,
 )
 from training.messages import Refusal, program, unescaped, visible
-from training.records import LINES
+from training.text.records import LINES
 
 ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
 HELP_ALL = "--help-all"
@@ -163,7 +163,9 @@ def build_parser(show_all: bool = False) -> Parser:
     p.add_argument("--to", choices=("gguf", "onnx"), required=True, help="gguf: llama.cpp; onnx: onnxruntime")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
 
-    p = command("prepare", "encode a text and store it in the cache; train does this too", "data", is_common=False)
+    p = command(
+        "prepare", "encode a text and store it in the cache; train does this too", "commands.prepare", is_common=False
+    )
     add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
     add_records_flags(p)
     p.add_argument("--min-count", type=int, default=1, metavar="INT", help=MIN_COUNT_HELP)

@@ -14,10 +14,11 @@ import numpy as np
 
 from service.model.tokenizer import RECORD_SEPARATOR
 from training.config import TrainConfig
-from training.data import Corpus, rare_characters, record_pieces
 from training.examination import NGRAM, copied_share
 from training.messages import plural
-from training.records import BLANK, blocks
+from training.text.batches import record_pieces
+from training.text.corpus import Corpus, rare_characters
+from training.text.records import BLANK, blocks
 
 AT_MOST = 1 << 22  # characters
 MANY_PARAMETERS = 10  # parameters per character of the training split; a model with more memorizes in few epochs

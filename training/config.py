@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from service import installing
 from service.model.config import BOUNDS, GPTConfig
 from training.messages import Refusal
-from training.records import LINES
+from training.text.records import LINES
 
 
 class ConfigError(Refusal):

@@ -26,28 +26,20 @@ from service.model.kv_cache import CacheRows, KVCache
 from service.model.params import SamplingParams
 from service.model.tokenizer import UnknownCharacterError
 from service.wire import Submit
-from training.data import (
-    IGNORED,
-    DataError,
-    find_texts,
-    padded,
-    read_text,
-    record_pieces,
-    unseen_records,
-    window_pieces,
-)
 from training.inputs import (
     encode_files,
     encoder_of,
     load_model,
     refusing,
     report_unknown,
-    splitting_of,
     training_corpus,
     unknown_options,
 )
 from training.messages import plural
 from training.selfcheck import computes
+from training.text.batches import IGNORED, padded, record_pieces, unseen_records, window_pieces
+from training.text.files import DataError, find_texts, read_text
+from training.text.records import splitting_of
 
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward

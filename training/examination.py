@@ -18,8 +18,9 @@ import numpy as np
 from service.local import Answer
 from service.model.tokenizer import CharTokenizer
 from training.config import ConfigError
-from training.data import Corpus, encode_array
-from training.records import LINES, separator_between, split_printed
+from training.text.corpus import Corpus
+from training.text.encoding import encode_array
+from training.text.records import LINES, separator_between, split_printed
 
 CHUNK = 1 << 22  # training characters hashed at a time
 MAX_SHOWN = 200  # characters shown of a copied passage

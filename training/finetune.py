@@ -16,9 +16,9 @@ from torch import Tensor
 from service.model.checkpoint import WEIGHTS, Checkpoint
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 from training.config import SHAPE, ConfigError, TrainConfig
-from training.data import TRAIN_SHARE, Corpus, rare_characters
-from training.inputs import splitting_of
 from training.messages import plural
+from training.text.corpus import TRAIN_SHARE, Corpus, rare_characters
+from training.text.records import splitting_of
 
 MAX_LISTED = 20  # characters named in an error message
 

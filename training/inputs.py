@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +25,13 @@ from service.text.reading import parse
 from service.text.requests import MAX_ID, GenerationRequest, TextRequest
 from service.text.work import run
 from training.config import ConfigError
-from training.data import Corpus, DataError, encode_array, id_dtype, prepare, recode, source_text, split_text
 from training.device import pick_device
 from training.messages import plural, unescaped
-from training.records import LINES, is_table
 from training.selfcheck import checked_runner
+from training.text.corpus import Corpus, prepare, recode
+from training.text.encoding import encode_array, id_dtype
+from training.text.files import DataError
+from training.text.records import OF_TEXT, Splitting, is_table, source_text, split_text, splitting_of
 
 STEP_SECONDS = 0.02  # of the engine; longer than a service's, as nobody waits for a first character
 # A field in the error of a request: the first word names the one that is wrong.
@@ -101,25 +102,6 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
             "others: it is not known which of them it has seen"
         )
     return recode(corpus, checkpoint.tokenizer)
-
-
-class Splitting(NamedTuple):
-    """How a checkpoint's training text was split into records."""
-
-    separator: str  # the argument `records` of `prepare`; "": the text was not split
-    column: str | None
-    end: str  # the character that precedes each record and ends it; "": there are no records
-
-
-OF_TEXT, OF_LINES = Splitting("", None, ""), Splitting(LINES, None, "\n")
-
-
-def splitting_of(checkpoint: Checkpoint) -> Splitting:
-    end, recipe = checkpoint.record_end_character, checkpoint.training.get("recipe", {})
-    if end is None:
-        return OF_TEXT
-    separator, column = recipe["records"], recipe.get("column")
-    return Splitting(LINES if separator is True else str(separator), None if column is None else str(column), end)
 
 
 def open_model(model: GPT, text: TextModel, slots: int, device: str = "cpu") -> Model:

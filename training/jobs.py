@@ -21,7 +21,6 @@ from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
 from training.config import SHAPE, ConfigError, TrainConfig
-from training.data import Corpus, prepare, recode, sampler_of
 from training.device import pick_device, resolve_auto
 from training.distill import Teachers
 from training.distributed import World
@@ -32,11 +31,12 @@ from training.loop import Run
 from training.messages import plural, say
 from training.plan import Plan, measured_speed
 from training.recipe import SETTINGS, explanation, fitted
-from training.records import LINES
 from training.run import DivergedError, InterruptedRun
 from training.selfcheck import refuse_other_weights
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings
+from training.text.corpus import Corpus, prepare, recode, sampler_of
+from training.text.records import LINES
 
 
 def command(args: argparse.Namespace) -> None:

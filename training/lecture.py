@@ -23,11 +23,12 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT, attend
 from service.text.model import TextModel
 from training.config import ConfigError
-from training.data import Corpus, WindowSampler, prepare
 from training.evaluate import baselines
 from training.inputs import find_checkpoint, open_model
 from training.messages import plural, visible
 from training.sample import first_prompt
+from training.text.batches import WindowSampler
+from training.text.corpus import Corpus, prepare
 
 B, T = 32, 8  # rows and characters of a batch
 C = 32  # channels of the model with one head

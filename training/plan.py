@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from training.config import TrainConfig
-from training.data import Corpus
 from training.device import resolve_auto
 from training.distributed import World
 from training.finetune import Origin
@@ -35,6 +34,7 @@ from training.recipe import (
     with_open,
 )
 from training.run import MIN_SCORED, SCORED_SHARE
+from training.text.corpus import Corpus
 
 LADDER: tuple[dict[str, Any], ...] = (
     {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 128},

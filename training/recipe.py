@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from training.config import MIN_WINDOW, TrainConfig
-from training.data import Corpus, RecordSampler, sampler_of
 from training.messages import flags, plural
+from training.text.batches import RecordSampler
+from training.text.corpus import Corpus, sampler_of
 
 # A text is small if the preset would repeat it more often than this. The run then repeats it EPOCHS times, with fewer
 # blocks, which memorize it later, with shorter windows, and in more and smaller steps. Their noise does more against

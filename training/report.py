@@ -19,7 +19,6 @@ from rich.console import Console
 from service.model.checkpoint import Checkpoint
 from service.text.model import TextModel
 from training.config import ConfigError
-from training.data import Corpus
 from training.display import LOSSES, curves, figure_of, print_copies, verdict
 from training.evaluate import bits
 from training.examination import MAX_SHOWN, NGRAM, Examination, examine
@@ -27,6 +26,7 @@ from training.inputs import find_checkpoint, load_model, open_model, refusing, t
 from training.log import read_log
 from training.messages import plural
 from training.sample import MAX_RUNNING, check_counts, kept, report_cost, sample_of
+from training.text.corpus import Corpus
 
 MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown on the page
 MAX_CHARACTERS = 2000  # shown of a text

@@ -36,12 +36,6 @@ from service.model.gpt import GPT
 from service.model.ngrams import NGRAMS
 from training.check import size_check
 from training.config import TrainConfig
-from training.data import (
-    Corpus,
-    record_pieces,
-    sampler_of,
-    window_pieces,
-)
 from training.device import halves, machine, training_forward
 from training.distill import Teachers
 from training.distributed import World
@@ -55,6 +49,8 @@ from training.saving import save_checkpoint
 from training.selfcheck import NOT_SERVABLE, first_difference, is_servable
 from training.speed import flops_per_character
 from training.state import Progress, ResumeError, Saved, pack
+from training.text.batches import record_pieces, window_pieces
+from training.text.corpus import Corpus, sampler_of
 
 # With score_chars "auto" the final report scores this share of the characters trained on, over all its scorings, or the
 # minimum, in characters. At that share, scoring takes less than a tenth of the run's time.

@@ -20,20 +20,19 @@ from service.text.model import TextModel
 from service.text.requests import MAX_ID
 from service.text.work import run
 from training.config import MAX_CANDIDATES, ConfigError
-from training.data import Corpus
 from training.inputs import (
     encoder_of,
     load_model,
     open_model,
     refusing,
     report_unknown,
-    splitting_of,
     training_corpus,
     unknown_options,
 )
 from training.messages import Refusal, plural, unescaped, visible
-from training.records import separator_between
 from training.rows import write_rows
+from training.text.corpus import Corpus
+from training.text.records import separator_between, splitting_of
 
 MAX_RUNNING = 128
 # Consecutive texts that may be skipped before sampling gives up: per requested text, and at most.

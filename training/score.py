@@ -24,12 +24,13 @@ from service.model.tokenizer import CharTokenizer
 from service.text.encoding import unknown_characters
 from service.text.model import TextModel
 from training.config import ConfigError
-from training.data import DataError, read_records
 from training.display import show_forwards
 from training.evaluate import Advance
-from training.inputs import OF_TEXT, load_model, open_model, refusing, report_unknown, splitting_of, unknown_options
+from training.inputs import load_model, open_model, refusing, report_unknown, unknown_options
 from training.messages import plural
 from training.rows import write_rows
+from training.text.files import DataError
+from training.text.records import OF_TEXT, read_records, splitting_of
 
 LINES, BYTES = 4096, 1 << 18  # lines are scored together up to these limits
 SLOTS = 32

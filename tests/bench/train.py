@@ -53,11 +53,14 @@ from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import conditions, figure, table
 from training import jobs
 from training.config import TrainConfig
-from training.data import TINYSHAKESPEARE, DataError, prepare, record_pieces
 from training.evaluate import piece_loss, split_losses, whole_loss
-from training.inputs import OF_LINES, encode_files, encoder_of
+from training.inputs import encode_files, encoder_of
 from training.log import read_log
 from training.recipe import SETTINGS
+from training.text.batches import record_pieces
+from training.text.corpus import prepare
+from training.text.files import TINYSHAKESPEARE, DataError
+from training.text.records import OF_LINES
 
 from . import nanogpt
 from .command import BenchError, Progress, Run, add_only, build_parser, in_child, run_checked

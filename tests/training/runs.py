@@ -20,6 +20,7 @@ from training import jobs, loop
 from training.__main__ import main
 from training.config import TrainConfig
 from training.loop import Run
+from training.text import batches, corpus, files
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
 STEPS = {"steps": 24, "batch_size": 4, "warmup_steps": 4, "eval_every": 8, "log_every": 3, "sample_chars": 10}
@@ -99,6 +100,12 @@ def crash(after: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(Run, "step", fail)
         yield
+
+
+def chunks_of(size: int, patch: pytest.MonkeyPatch) -> None:
+    """Texts are read, encoded and counted in chunks of so many bytes or characters."""
+    for module in (batches, corpus, files):
+        patch.setattr(module, "CHUNK_BYTES", size)
 
 
 def weights(out: Path) -> list[str]:

@@ -4,7 +4,7 @@ import pytest
 
 from training.check import size_check
 from training.config import TrainConfig
-from training.data import prepare
+from training.text.corpus import prepare
 
 WORDS = "the cat sat on a mat and the dog ran off with it to see what was in a box or not".split()
 

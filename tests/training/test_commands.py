@@ -20,10 +20,10 @@ from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import events, flags
-from training.data import prepare
 from training.evaluate import streamed_loss, whole_loss
 from training.messages import unescaped
 from training.saving import save_checkpoint
+from training.text.corpus import prepare
 
 TEXT = "The cat sat on the mat.\nA dog, too!\n" * 20
 MODEL = random_model()
@@ -166,7 +166,7 @@ def test_a_home_that_is_missing_or_read_only_is_named_with_the_remedy(text, tmp_
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr("training.data.Path.home", no_home)
+    monkeypatch.setattr("training.text.files.Path.home", no_home)
     assert "set HOME or XDG_CACHE_HOME to a folder you can write" in error_of("prepare", "--data", text)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

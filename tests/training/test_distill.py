@@ -10,11 +10,12 @@ from tests import reference
 from tests.helpers import call, save_random
 from tests.training.runs import STEPS, crash, flags, resume, start, tiny, weights
 from training.config import ConfigError
-from training.data import IGNORED, prepare
 from training.distributed import World
 from training.evaluate import whole_loss
 from training.loop import Run
 from training.state import ResumeError
+from training.text.batches import IGNORED
+from training.text.corpus import prepare
 
 TEXT = "".join(random.Random(1).choices("abcd\n", weights=[8, 4, 2, 1, 1], k=4000))
 

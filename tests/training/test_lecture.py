@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests import reference
 from tests.helpers import call, random_model
 from training import lecture
-from training.data import prepare
+from training.text.corpus import prepare
 
 TEXT = "".join(f"{i} bottles of beer on the wall, take {i % 7} down\n" for i in range(400))
 

@@ -10,10 +10,10 @@ from service.model.checkpoint import Checkpoint
 from tests.helpers import save_random
 from tests.training.test_training import TEXT, call, flags
 from training.config import TrainConfig
-from training.data import prepare
 from training.plan import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan, Speed
 from training.recipe import EPOCHS, SETTINGS
 from training.run import MIN_SCORED, SCORED_SHARE
+from training.text.corpus import prepare
 
 
 @pytest.fixture(scope="module")

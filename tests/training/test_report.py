@@ -9,11 +9,11 @@ import pytest
 from service.model.checkpoint import Checkpoint
 from service.text.model import TextModel
 from tests.helpers import random_model
-from training.data import prepare
 from training.examination import Examination, examine
 from training.inputs import open_model
 from training.report import write_page
 from training.saving import save_checkpoint
+from training.text.corpus import prepare
 
 EVIL = "<script>alert('1')</script>&amp;<img src=x onerror=\"alert(2)\">"
 LOSSES = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.0, "streamed": 1.9}

@@ -19,12 +19,13 @@ from service.model.gpt import SwiGLU
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import tiny
-from training.data import prepare, record_pieces
 from training.device import resolve_auto
 from training.distributed import World
 from training.evaluate import engine_sums, fast_piece_sums, piece_sums, sampled_scores
 from training.loop import Run
 from training.saving import save_checkpoint
+from training.text.batches import record_pieces
+from training.text.corpus import prepare
 
 EXACT = random_model(torch.float64)
 HALF = 1e-3  # the service stores keys and values in half precision

@@ -24,12 +24,12 @@ from tests.helpers import VOCABULARY, random_model
 from tests.training.runs import crash, events, resume, start, tiny, weights
 from training import fused, saving, selfcheck
 from training.config import ConfigError
-from training.data import prepare
 from training.evaluate import whole_loss
 from training.export import export
 from training.inputs import open_model
 from training.messages import Refusal
 from training.selfcheck import first_difference, is_servable, refuse_other_weights
+from training.text.corpus import prepare
 
 SHAPE = {"vocab_size": 11, "block_size": 70, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 32}
 CHANGED = "gpt.py has changed: the fast step of fused.py differs first in the output of blocks.0.mlp (by "

@@ -36,7 +36,6 @@ from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, Fork, crash, events, flags, resume, start, tiny, weights
 from training import fused, jobs
 from training.config import ConfigError, TrainConfig
-from training.data import PACK, prepare, record_pieces, sampler_of, window_pieces
 from training.device import resolve_auto, suitable_dtype
 from training.distributed import World
 from training.evaluate import (
@@ -52,6 +51,8 @@ from training.loop import Run
 from training.recipe import SETTINGS, fitted, regularization
 from training.run import DivergedError, catch_signals
 from training.state import ResumeError, Saved
+from training.text.batches import PACK, record_pieces, window_pieces
+from training.text.corpus import prepare, sampler_of
 
 CHAOS = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 

@@ -16,14 +16,14 @@ from service.model.params import SamplingParams
 from service.model.tokenizer import NEVER, UNKNOWN, CharTokenizer
 from service.text import work
 from tests.helpers import VOCABULARY, call, random_model, save_random
-from tests.training.runs import STEPS, TEXT, crash, flags, resume, start, tiny, weights
-from training import data
+from tests.training.runs import STEPS, TEXT, chunks_of, crash, flags, resume, start, tiny, weights
 from training.config import ConfigError
-from training.data import DataError, cache_dir, prepare
 from training.evaluate import whole_loss
 from training.finetune import load_origin
 from training.inputs import encoder_of
 from training.saving import save_checkpoint
+from training.text.corpus import prepare
+from training.text.files import DataError, cache_dir
 
 RARE = "漢字é"
 MIXED = "".join(random.Random(1).choices(TEXT.split(" "), k=600)) + "漢é字 é漢 é" + TEXT[:200]  # é 3, 漢 2, 字 1
@@ -71,7 +71,7 @@ def test_without_a_minimum_nothing_changes(tmp_path):
 
 
 def test_each_minimum_has_an_encoding_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK_BYTES", 50)
+    chunks_of(50, monkeypatch)
     (tmp_path / "text.txt").write_text(MIXED)
     for _ in range(2):  # written, then read from the cache
         for min_count in (1, 2, 3, 4):

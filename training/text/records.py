@@ -1,6 +1,6 @@
 """Split a text into records: lines, blocks between blank lines or marks, or the cells of a table's column.
 
-This module knows nothing about ids and models.
+This module knows nothing about ids.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import RECORD_SEPARATOR
-from training.messages import Refusal, plural
+from training.messages import plural
+from training.text.files import DataError, read_lines, read_text, split_lines
 
 LINES, BLANK = "lines", "blank"  # separators of records; any other separator is a mark
 TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": ""}  # delimiter of a table by its suffix
@@ -27,10 +29,6 @@ _SPACES = rf"[^\S\n{RECORD_SEPARATOR}]*"  # the content of a blank line
 _WHITE_LINE = re.compile(rf"^[^\S\n{RECORD_SEPARATOR}]+$", re.MULTILINE)
 _BLANK_LINES = re.compile(rf"\n(?:{_SPACES}\n)+")
 _MARKS = re.compile(rf"(?:\n{_SPACES})*{RECORD_SEPARATOR}(?:{_SPACES}(?:\n|(?={RECORD_SEPARATOR})))*")
-
-
-class DataError(Refusal):
-    """A text that cannot be found, read or trained on; the message says why and what to do."""
 
 
 def without_white_lines(texts: Iterable[str]) -> Iterator[str]:
@@ -198,3 +196,67 @@ def _no_column(file: Path, column: str, names: list[str]) -> DataError:
     if names.count(column) > 1:
         return DataError(f"{file} has {names.count(column)} columns {column!r}: rename one of them")
     return DataError(f"{file} has no column {column!r}; its columns: {', '.join(names) or 'none, it is empty'}")
+
+
+def source_text(files: Sequence[Path], column: str | None, notes: set[str] | None = None) -> Iterator[str]:
+    """Yield the text that is hashed: the concatenated files, or a column's cells as `records.cells` yields them."""
+    if column is None:
+        yield from read_text(files, notes)
+        return
+    for file in files:
+        yield from cells(file, split_lines(read_text([file], notes)), column)
+
+
+def split_text(texts: Iterable[str], separator: str, column: str | None, end: str, name: str) -> Iterable[str]:
+    """Return the text to encode, in pieces. `end` follows each record; several in a row mean empty records.
+
+    texts: a text, or the cells of a column as `source_text` yields them.
+
+    Raises:
+        DataError: `blocks` raises it.
+    """
+    if column is None and separator not in ("", LINES):
+        return blocks(texts, separator, name)
+    if column is None:
+        return without_white_lines(texts) if separator else texts
+    return texts if end == RECORD_SEPARATOR else (text.replace(RECORD_SEPARATOR, end) for text in texts)
+
+
+def read_records(file: Path, separator: str, column: str | None) -> Iterator[str]:
+    """Yield the records of a file in order, through `read_lines` if they are lines.
+
+    column: the column to read if the file is a table. Any other file is split at the separator.
+
+    Raises:
+        DataError: `read_text`, `blocks` or `cells` raises it.
+    """
+    if column is not None and is_table(file):
+        texts = source_text([file], column)
+    elif separator in ("", LINES):
+        yield from read_lines(file)
+        return
+    else:
+        texts = blocks(read_text([file], errors="surrogateescape"), separator, file.name)
+    rest = ""
+    for text in texts:
+        *records, rest = (rest + text).split(RECORD_SEPARATOR)
+        yield from filter(None, records)
+
+
+class Splitting(NamedTuple):
+    """How a checkpoint's training text was split into records."""
+
+    separator: str  # the argument `records` of `prepare`; "": the text was not split
+    column: str | None
+    end: str  # the character that precedes each record and ends it; "": there are no records
+
+
+OF_TEXT, OF_LINES = Splitting("", None, ""), Splitting(LINES, None, "\n")
+
+
+def splitting_of(checkpoint: Checkpoint) -> Splitting:
+    end, recipe = checkpoint.record_end_character, checkpoint.training.get("recipe", {})
+    if end is None:
+        return OF_TEXT
+    separator, column = recipe["records"], recipe.get("column")
+    return Splitting(LINES if separator is True else str(separator), None if column is None else str(column), end)

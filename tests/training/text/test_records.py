@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from service.model.checkpoint import Checkpoint
 from tests.helpers import save_random
-from training import data
+from tests.training.runs import chunks_of
 from training.config import ConfigError, TrainConfig
-from training.data import DataError, prepare
-from training.inputs import Splitting, encode_files, encoder_of
-from training.records import blocks, separator_between, split_printed
+from training.inputs import encode_files, encoder_of
+from training.text.corpus import prepare
+from training.text.files import CHUNK_BYTES, DataError
+from training.text.records import Splitting, blocks, separator_between, split_printed
 
 END = "\x1e"
 POEM = "a rose\n  is red\n"
@@ -129,8 +130,8 @@ def test_a_separator_that_never_occurs_is_refused_with_the_first_lines(corpus, r
 
 def test_a_record_separator_in_the_text_is_refused_unless_it_is_the_mark(corpus, monkeypatch):
     text = poems() + f"one{END}more\n"
-    for chunk in (7, data.CHUNK_BYTES):
-        monkeypatch.setattr(data, "CHUNK_BYTES", chunk)
+    for chunk in (7, CHUNK_BYTES):
+        chunks_of(chunk, monkeypatch)
         for records in ("blank", "red"):
             with pytest.raises(DataError, match=r"text.txt has U\+001E \(RECORD SEPARATOR\) in line 48, the character"):
                 corpus(text, records=records)

@@ -20,9 +20,15 @@ from hypothesis import strategies as st
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from tests.helpers import CORPUS
-from training import data, lecture
-from training.data import DataError, RecordSampler, WindowSampler, prepare, recode, window_pieces
-from training.inputs import OF_LINES, encode_files, encoder_of
+from tests.training.runs import chunks_of
+from training import lecture
+from training.inputs import encode_files, encoder_of
+from training.text import batches, files
+from training.text.batches import RecordSampler, WindowSampler, window_pieces
+from training.text.corpus import MIN_CHARACTERS, prepare, recode
+from training.text.encoding import id_dtype
+from training.text.files import DataError
+from training.text.records import OF_LINES
 
 
 def text_file(tmp_path: Path, text: str | bytes) -> Path:
@@ -59,7 +65,7 @@ def test_files_from_windows_are_read_as_those_from_linux(tmp_path, monkeypatch, 
 @pytest.mark.needs("corpus")
 def test_tiny_shakespeare():
     corpus = prepare(str(CORPUS))
-    assert corpus.sha256 == data.TINYSHAKESPEARE_SHA256
+    assert corpus.sha256 == files.TINYSHAKESPEARE_SHA256
     assert len(corpus.ids) == 1_115_394
     assert corpus.tokenizer.encode("hii, there!") == [46, 47, 47, 6, 1, 58, 46, 43, 56, 43, 2]
     assert (len(corpus.train), len(corpus.val)) == (1_003_854, 111_540)
@@ -69,7 +75,7 @@ def test_tiny_shakespeare():
 def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     file = text_file(tmp_path, "to be or not to be, that is the question")
     first = prepare(str(file))
-    monkeypatch.setattr(data, "_encode", None)  # a second encoding would fail
+    monkeypatch.setattr("training.text.corpus._encode", None)  # a second encoding would fail
     assert np.array_equal(prepare(str(file)).ids, first.ids)
     assert np.array_equal(prepare(str(file.rename(tmp_path / "elsewhere.txt"))).ids, first.ids)
 
@@ -78,13 +84,13 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
 def test_reading_does_not_depend_on_the_chunk_size(tmp_path_factory, text, size):
     file = text_file(tmp_path_factory.getbasetemp(), text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "CHUNK_BYTES", size)
-        assert "".join(data.read_text([file])) == text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+        chunks_of(size, patch)
+        assert "".join(files.read_text([file])) == text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 @pytest.mark.parametrize("size", [1, 3, 1 << 22])
 def test_the_first_invalid_byte_is_reported(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(data, "CHUNK_BYTES", size)
+    chunks_of(size, monkeypatch)
     with pytest.raises(DataError, match="byte 0xE9 at offset 8 "):
         prepare(str(text_file(tmp_path, "zwölf ".encode() + b"t\xe9l\xe9")))
     with pytest.raises(DataError, match="byte 0xE2 at offset 2 .*unexpected end"):
@@ -114,7 +120,7 @@ def test_unusable_data_is_refused(tmp_path, monkeypatch):
     assert len(prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 10))).val) == 2
     for lines, count in (("ab\ncd\n" * 4 + "ef\n", "9 records"), ("one record of 20 characters\n", "1 record")):
         assert f"has {count}; --records needs at least 10" in refused(text_file(tmp_path, lines), records=True)
-    monkeypatch.setattr(data, "TINYSHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
+    monkeypatch.setattr(files, "TINYSHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
     failed = refused("tinyshakespeare")
     assert re.search("cannot download http.*; pass a text .* --data FILE, or save the file as", failed)
     (tmp_path / "tinyshakespeare.txt").write_text("something else")
@@ -133,17 +139,17 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
 
 def test_the_download_is_cached(tmp_path, monkeypatch):
     source = text_file(tmp_path, "a small text")
-    monkeypatch.setattr(data, "TINYSHAKESPEARE_URL", source.as_uri())
-    monkeypatch.setattr(data, "TINYSHAKESPEARE_SHA256", hashlib.sha256(source.read_bytes()).hexdigest())
-    file = data.find_text("tinyshakespeare")
-    assert file.read_text() == "a small text" and file.parent == data.cache_dir()
+    monkeypatch.setattr(files, "TINYSHAKESPEARE_URL", source.as_uri())
+    monkeypatch.setattr(files, "TINYSHAKESPEARE_SHA256", hashlib.sha256(source.read_bytes()).hexdigest())
+    file = files.find_text("tinyshakespeare")
+    assert file.read_text() == "a small text" and file.parent == files.cache_dir()
     source.unlink()
-    assert data.find_text("tinyshakespeare") == file
+    assert files.find_text("tinyshakespeare") == file
     assert [path.name for path in file.parent.iterdir()] == ["tinyshakespeare.txt"]
 
 
 def test_encode_files_reports_the_offset_of_an_unknown_character(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK_BYTES", 4)
+    chunks_of(4, monkeypatch)
     tokenizer = CharTokenizer("abc")
     assert encode_files([text_file(tmp_path, "cabcab")], encoder_of(tokenizer)).tolist() == [2, 0, 1, 2, 0, 1]
     with pytest.raises(UnknownCharacterError, match=r"'x' \(U\+0078\) at offset 6 "):
@@ -158,18 +164,18 @@ def test_encode_files_reports_the_offset_of_an_unknown_character(tmp_path, monke
 
 @pytest.mark.parametrize("records", [False, True])
 def test_recode_preserves_the_text(tmp_path, monkeypatch, records):
-    monkeypatch.setattr(data, "CHUNK_BYTES", 50)
+    chunks_of(50, monkeypatch)
     corpus = prepare(str(text_file(tmp_path, "cab\n" * 40)), records=records)
     assert recode(corpus, CharTokenizer("\nabc")) is corpus
     many = [chr(0x4E00 + i) for i in range(300)]
     for vocabulary in (["c", "z", "\n", "b", "a"], [*many, *"ab\nc"]):
         other = recode(corpus, CharTokenizer(vocabulary))
-        assert other.ids.dtype == data.id_dtype(len(vocabulary)) and other.tokenizer.characters == vocabulary
+        assert other.ids.dtype == id_dtype(len(vocabulary)) and other.tokenizer.characters == vocabulary
         for split in ("train", "val"):
             ids = getattr(other, split)
             assert other.tokenizer.decode(ids) == corpus.tokenizer.decode(getattr(corpus, split))
         assert other.describe() == corpus.describe()
-        monkeypatch.setattr(data, "replacing_folder", None)  # a second encoding would fail
+        monkeypatch.setattr("training.text.corpus.replacing_folder", None)  # a second encoding would fail
         assert np.array_equal(recode(corpus, CharTokenizer(vocabulary)).ids, other.ids)
         monkeypatch.undo()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -178,7 +184,7 @@ def test_recode_preserves_the_text(tmp_path, monkeypatch, records):
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK_BYTES", 1 << 14)
+    chunks_of(1 << 14, monkeypatch)
     prepare(str(text_file(tmp_path, "All work\n" * 9)))
     line, peaks = "All work and no play makes Jack a dull boy. \n", []
     for count in (20_000, 80_000):
@@ -291,19 +297,19 @@ def test_binary_files_of_a_folder_are_skipped_and_counted(tmp_path):
     (folder / "a.py").write_text("print('é')\n" * 5)
     (folder / "sub" / "b.md").write_text("# text\n" * 5)
     (folder / "empty.py").write_text("")
-    only_text = data.prepare(str(folder))
+    only_text = prepare(str(folder))
     assert only_text.notes == ()
     (folder / "a.pyc").write_bytes(b"\xa7\r\r\n\0\0code")
     (folder / "sub" / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (folder / "d.bin.gz").write_bytes(gzip.compress(bytes(100)))
-    corpus = data.prepare(str(folder))
+    corpus = prepare(str(folder))
     assert corpus.notes == (f"{folder}: skipped 3 binary files: a.pyc, d.bin.gz, sub/c.png",)
     assert corpus.sha256 == only_text.sha256
     (folder / "latin1.txt").write_bytes("schön".encode("latin1"))
     with pytest.raises(DataError, match=r"latin1.txt is not UTF-8: .*iconv"):
-        data.prepare(str(folder))
+        prepare(str(folder))
     with pytest.raises(DataError, match=r"a.pyc is not UTF-8: .*it is a binary file"):
-        data.prepare(str(folder / "a.pyc"))
+        prepare(str(folder / "a.pyc"))
 
 
 def test_glob_chooses_among_the_files_of_a_folder(tmp_path):
@@ -313,14 +319,16 @@ def test_glob_chooses_among_the_files_of_a_folder(tmp_path):
         (folder / name).write_text(f"this is the file {name}\n")
 
     def names(*glob):
-        return [str(path.relative_to(folder)) for path in data.find_texts([str(folder)], glob)]
+        return [str(path.relative_to(folder)) for path in files.find_texts([str(folder)], glob)]
 
     assert names("*.py") == ["a.py", "docs/b.py"]
     assert names("docs/*.py", "*.txt") == ["d.txt", "docs/b.py"]
     assert names() == ["a.py", "d.txt", "docs/b.py", "docs/c.md"]
     with pytest.raises(DataError, match=r"none of the 4 files in .* matches --glob \*.c \*.h"):
         names("*.c", "*.h")
-    assert data.find_texts([str(folder / "d.txt")], ["*.py"]) == [folder / "d.txt"]  # files are taken as they are named
+    assert files.find_texts([str(folder / "d.txt")], ["*.py"]) == [
+        folder / "d.txt"
+    ]  # files are taken as they are named
     (folder / "e.png").write_bytes(bytes(9))
     with pytest.raises(DataError, match="has no text files: skipped 1 binary file: e.png"):
         names("*.png")
@@ -334,12 +342,12 @@ def test_records_are_shuffled_and_one_in_ten_validates(tmp_path_factory, lines, 
     records = [line for line in lines if line.strip()]
     assume(
         len({*"".join(records)}) > 0
-        and len("".join(f"{it}\n" for it in records)) >= data.MIN_CHARACTERS
+        and len("".join(f"{it}\n" for it in records)) >= MIN_CHARACTERS
         and len(records) >= 10
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(data, "CHUNK_BYTES", chunk)
+        chunks_of(chunk, patch)
         corpus = prepare(str(text_file(tmp_path_factory.getbasetemp(), text)), records=True)
     train, val = (corpus.tokenizer.decode(split) for split in (corpus.train, corpus.val))
     assert train[0] == val[0] == train[-1] == val[-1] == "\n"
@@ -407,15 +415,15 @@ def test_records_that_are_trained_on_too_are_left_out():
     train, val = (np.array(tokenizer.encode("\n" + "".join(f"{it}\n" for it in some)), np.uint8) for some in lists)
     expected = [it for it in lists[1] if it not in lists[0]]
     assert 20 < len(expected) < 280
-    found = data.unseen_records(val, train)
+    found = batches.unseen_records(val, train)
     assert [it for it, is_unseen in zip(lists[1], found, strict=True) if is_unseen] == expected
-    assert not data.unseen_records(val, val).any()
+    assert not batches.unseen_records(val, val).any()
 
 
 def test_a_padded_batch_is_cut_into_parts_of_bounded_size():
     lengths = [1, 9, 2, 2, 5, 1, 300]
     targets = np.array([[1] * n + [-1] * (300 - n) for n in lengths])
-    parts = list(data.micro_batches(targets + 1, targets, 20))
+    parts = list(batches.micro_batches(targets + 1, targets, 20))
     assert [part.shape for part, _ in parts] == [(1, 300), (1, 9), (1, 5), (3, 2), (1, 1)]
     assert all(np.array_equal(idx, its_targets + 1) for idx, its_targets in parts)
     assert sum((its_targets >= 0).sum() for _, its_targets in parts) == sum(lengths)
@@ -425,10 +433,10 @@ def test_a_padded_batch_is_cut_into_parts_of_bounded_size():
 def test_a_batch_is_packed_without_its_padding(lengths, count):
     targets = np.array([[n] * n + [-1] * (90 - n) for n in lengths])
     idx = np.where(targets < 0, 0, targets + np.arange(90))
-    parts, rows = data.packed(idx, targets, count), []
+    parts, rows = batches.packed(idx, targets, count), []
     assert len(parts) == min(count, len(lengths))
     for its_idx, its_targets, its_lengths in parts:
-        assert its_idx.shape == its_targets.shape == (1, its_lengths.sum()) and its_idx.size % data.PACK == 0
+        assert its_idx.shape == its_targets.shape == (1, its_lengths.sum()) and its_idx.size % batches.PACK == 0
         assert 0 < its_lengths.min() and its_lengths.max() <= max(lengths)
         for start, length in zip(np.cumsum(its_lengths) - its_lengths, its_lengths, strict=True):
             row, following = its_idx[0, start : start + length], its_targets[0, start : start + length]
@@ -436,10 +444,10 @@ def test_a_batch_is_packed_without_its_padding(lengths, count):
                 assert (following == length).all() and (row == length + np.arange(length)).all()
                 rows.append(length)
             else:
-                assert (following == data.IGNORED).all() and (row == 0).all()
+                assert (following == batches.IGNORED).all() and (row == 0).all()
     assert sorted(rows) == sorted(lengths)
     sizes = [its_idx.size for its_idx, *_ in parts]
-    assert max(sizes) - min(sizes) < max(lengths) + 2 * data.PACK or len(lengths) < count
+    assert max(sizes) - min(sizes) < max(lengths) + 2 * batches.PACK or len(lengths) < count
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The commands that a user types. Each module has the function `command` of the command of its name."""
