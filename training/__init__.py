@@ -13,15 +13,17 @@ The modules, in the order in which a run uses them:
       batches.py    draws windows or records, and arranges them as batches
       corpus.py     encodes a text to memory-mapped character ids, in a cache, and splits it
     jobs.py         `train`, from its flags to the loop: starts and resumes runs
-    inputs.py       reads the checkpoints and texts that a command is given, and opens a model to sample
+    inputs.py       reads the texts that a command is given
     check.py        warns before a run about the text: its size, duplicates, rare symbols
     distributed.py  runs data-parallel processes
-    device.py       chooses device, dtype and threads
+    model/          what computes a step, and the models that are loaded:
+      device.py     chooses device, dtype and threads
+      optim.py      Muon for the hidden matrices, AdamW for the other parameters, and their schedules
+      selfcheck.py  checks that fused.py, the checkpoints and the service agree with gpt.py
+      loading.py    finds a checkpoint, loads its model, and opens a model to sample
+      teachers.py   computes the predictions of teachers
     finetune.py     starts a run from the weights of a checkpoint
-    distill.py      computes the predictions of teachers
     fused.py, .cpp  the model's forward and backward, hand-written for CPUs
-    selfcheck.py    checks that fused.py, the checkpoints and the service agree with gpt.py
-    optim.py        Muon for the hidden matrices, AdamW for the other parameters, and their schedules
     run.py          the state of a run, its folder and its output
     loop.py         the training loop: steps, the loss, evaluations, the final report
     evaluate.py     computes windowed and streamed losses, and baselines
@@ -34,12 +36,12 @@ The modules, in the order in which a run uses them:
     messages.py     texts that several commands print
 
 Run.loss in loop.py is the loss, and Run.step is a step. The schedules of learning rate, momentum and weight decay are
-at the end of optim.py. The schedule of the windows is TrainConfig.window_at in config.py.
+at the end of model/optim.py. The schedule of the windows is TrainConfig.window_at in config.py.
 
 commands/prepare.py, sample.py, score.py, report.py, export.py and lecture.py each contain the command of the same name.
 examination.py computes the findings of report. rows.py prints rows as JSON lines or CSV.
 
 Import rule: of the packages and modules in `service`, training may import `service.model`, `service.engine`,
-`service.constrain` and `service.wire`. A folder imports only the folders above it: text, then commands.
+`service.constrain` and `service.wire`. A folder imports only the folders above it: text, model, commands.
 tests/test_imports.py checks the rules.
 """

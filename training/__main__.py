@@ -275,7 +275,7 @@ def add_unknown_flags(
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `inputs.load_model` reads: the checkpoint, the device and the threads."""
+    """Add the flags that `loading.load_model` reads: the checkpoint, the device and the threads."""
     add_checkpoint_flag(parser)
     parser.add_argument("--device", choices=get_args(Device), default="auto", help="auto: cuda, else cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")

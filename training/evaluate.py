@@ -26,17 +26,10 @@ from service.model.kv_cache import CacheRows, KVCache
 from service.model.params import SamplingParams
 from service.model.tokenizer import UnknownCharacterError
 from service.wire import Submit
-from training.inputs import (
-    encode_files,
-    encoder_of,
-    load_model,
-    refusing,
-    report_unknown,
-    training_corpus,
-    unknown_options,
-)
+from training.inputs import encode_files, encoder_of, refusing, report_unknown, training_corpus, unknown_options
 from training.messages import plural
-from training.selfcheck import computes
+from training.model.loading import load_model
+from training.model.selfcheck import computes
 from training.text.batches import IGNORED, padded, record_pieces, unseen_records, window_pieces
 from training.text.files import DataError, find_texts, read_text
 from training.text.records import splitting_of

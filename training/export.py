@@ -30,10 +30,10 @@ from service.model.gpt import GPT
 from service.model.kv_cache import CacheRows
 from service.model.tokenizer import UNKNOWN
 from training.config import ConfigError
-from training.inputs import find_checkpoint
 from training.messages import plural
+from training.model.loading import find_checkpoint
+from training.model.selfcheck import IS_SAME, is_qwen3
 from training.saving import named_tensors
-from training.selfcheck import IS_SAME, is_qwen3
 
 COMPARED = 16  # characters whose logits are compared after an export to ONNX
 

@@ -1,4 +1,4 @@
-"""Read a command's inputs: a checkpoint, the text it was trained on, and other texts as ids; open a model to sample."""
+"""Read a command's inputs: the text that a checkpoint was trained on, and other texts as ids."""
 
 from __future__ import annotations
 
@@ -10,68 +10,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from service.engine.engine import Engine
-from service.local import Model, RequestError
-from service.model.checkpoint import MANIFEST, Checkpoint
-from service.model.gpt import GPT
+from service.local import RequestError
+from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from service.text.encoding import Encoder
 from service.text.errors import InvalidRequestError
 from service.text.limits import Limits
 from service.text.model import TextModel
 from service.text.reading import parse
-from service.text.requests import MAX_ID, GenerationRequest, TextRequest
+from service.text.requests import GenerationRequest, TextRequest
 from service.text.work import run
 from training.config import ConfigError
-from training.device import pick_device
 from training.messages import plural, unescaped
-from training.selfcheck import checked_runner
 from training.text.corpus import Corpus, prepare, recode
 from training.text.encoding import encode_array, id_dtype
 from training.text.files import DataError
 from training.text.records import OF_TEXT, Splitting, is_table, source_text, split_text, splitting_of
 
-STEP_SECONDS = 0.02  # of the engine; longer than a service's, as nobody waits for a first character
 # A field in the error of a request: the first word names the one that is wrong.
 _COMPOUND = "|".join(name for name in GenerationRequest.model_fields if "_" in name)
 _FIELD = re.compile(rf"^[a-z_]+(?=: )|(?<=combined with )[a-z_]+|\b(?:{_COMPOUND})\b")
-
-
-def find_checkpoint(path: Path | str) -> Path:
-    """Return the checkpoint at `path`. If `path` is a run's folder, return its best checkpoint and print a line.
-
-    Raises:
-        ConfigError: the run's folder has a `last` but no `best` yet.
-    """
-    path = Path(path)
-    if (path / MANIFEST).is_file():
-        return path
-    if (path / "best" / MANIFEST).is_file():
-        print(f"{path} is a run's folder: taking its best, {path / 'best'}", file=sys.stderr)
-        return path / "best"
-    if (path / "last" / MANIFEST).is_file():
-        raise ConfigError(
-            f"{path} is the folder of a run that has no best yet, as it was not evaluated; its newest weights are "
-            f"{path / 'last'}"
-        )
-    return path
-
-
-def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
-    """Return the checkpoint of --checkpoint and its model on --device. Set torch's threads to --threads.
-
-    Raises:
-        ConfigError: --threads is out of bounds, or --device is not available.
-        CheckpointError: the checkpoint cannot be read, or gpt.py is not the one that trained it.
-    """
-    if not 0 <= args.threads <= 4096:
-        raise ConfigError(f"--threads must be in [0, 4096], got {args.threads}")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    checkpoint = Checkpoint.read(find_checkpoint(args.checkpoint))
-    return checkpoint, checkpoint.load_model(pick_device(args.device))
 
 
 def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
@@ -102,12 +61,6 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
             "others: it is not known which of them it has seen"
         )
     return recode(corpus, checkpoint.tokenizer)
-
-
-def open_model(model: GPT, text: TextModel, slots: int, device: str = "cpu") -> Model:
-    """Return a model that samples and scores texts as the service does. It has its own copy of the weights."""
-    runner = checked_runner(model, slots=slots, threads=torch.get_num_threads(), device=device)
-    return Model(text, Engine(runner, max_waiting=MAX_ID, step_seconds=STEP_SECONDS))
 
 
 @contextlib.contextmanager

@@ -21,18 +21,18 @@ from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
 from training.config import SHAPE, ConfigError, TrainConfig
-from training.device import pick_device, resolve_auto
-from training.distill import Teachers
 from training.distributed import World
 from training.finetune import describe_origin, inherited, load_origin, refuse_short_text
 from training.folders import restore_folder
-from training.inputs import find_checkpoint
 from training.loop import Run
 from training.messages import plural, say
+from training.model.device import pick_device, resolve_auto
+from training.model.loading import find_checkpoint
+from training.model.selfcheck import refuse_other_weights
+from training.model.teachers import Teachers
 from training.plan import Plan, measured_speed
 from training.recipe import SETTINGS, explanation, fitted
 from training.run import DivergedError, InterruptedRun
-from training.selfcheck import refuse_other_weights
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings
 from training.text.corpus import Corpus, prepare, recode, sampler_of

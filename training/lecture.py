@@ -24,8 +24,8 @@ from service.model.gpt import GPT, attend
 from service.text.model import TextModel
 from training.config import ConfigError
 from training.evaluate import baselines
-from training.inputs import find_checkpoint, open_model
 from training.messages import plural, visible
+from training.model.loading import find_checkpoint, open_model
 from training.sample import first_prompt
 from training.text.batches import WindowSampler
 from training.text.corpus import Corpus, prepare

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from training.config import TrainConfig
-from training.device import resolve_auto
 from training.distributed import World
 from training.finetune import Origin
 from training.loop import Run
 from training.messages import duration, flags, plural
+from training.model.device import resolve_auto
 from training.recipe import (
     EPOCHS,
     MIN_STEPS,

@@ -22,9 +22,10 @@ from training.config import ConfigError
 from training.display import LOSSES, curves, figure_of, print_copies, verdict
 from training.evaluate import bits
 from training.examination import MAX_SHOWN, NGRAM, Examination, examine
-from training.inputs import find_checkpoint, load_model, open_model, refusing, training_corpus
+from training.inputs import refusing, training_corpus
 from training.log import read_log
 from training.messages import plural
+from training.model.loading import find_checkpoint, load_model, open_model
 from training.sample import MAX_RUNNING, check_counts, kept, report_cost, sample_of
 from training.text.corpus import Corpus
 

@@ -36,17 +36,17 @@ from service.model.gpt import GPT
 from service.model.ngrams import NGRAMS
 from training.check import size_check
 from training.config import TrainConfig
-from training.device import halves, machine, training_forward
-from training.distill import Teachers
 from training.distributed import World
 from training.evaluate import BATCH_CHARS, STRETCH_WINDOWS, piece_loss, sampled_scores
 from training.finetune import Origin
 from training.fused import FusedForward
 from training.log import RunLog
 from training.messages import Refusal, duration, plural, resume_command, say
-from training.optim import FlatGradients, Optimizers, lr_scale
+from training.model.device import halves, machine, training_forward
+from training.model.optim import FlatGradients, Optimizers, lr_scale
+from training.model.selfcheck import NOT_SERVABLE, first_difference, is_servable
+from training.model.teachers import Teachers
 from training.saving import save_checkpoint
-from training.selfcheck import NOT_SERVABLE, first_difference, is_servable
 from training.speed import flops_per_character
 from training.state import Progress, ResumeError, Saved, pack
 from training.text.batches import record_pieces, window_pieces

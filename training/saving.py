@@ -26,7 +26,7 @@ from service.model.checkpoint import (
 from service.model.gpt import GPT
 from service.model.tokenizer import RECORD_SEPARATOR, UNKNOWN, CharTokenizer
 from training.folders import replacing_folder
-from training.selfcheck import is_qwen3
+from training.model.selfcheck import is_qwen3
 
 
 def named_tensors(model: GPT) -> dict[str, torch.Tensor]:

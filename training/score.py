@@ -26,8 +26,9 @@ from service.text.model import TextModel
 from training.config import ConfigError
 from training.display import show_forwards
 from training.evaluate import Advance
-from training.inputs import load_model, open_model, refusing, report_unknown, unknown_options
+from training.inputs import refusing, report_unknown, unknown_options
 from training.messages import plural
+from training.model.loading import load_model, open_model
 from training.rows import write_rows
 from training.text.files import DataError
 from training.text.records import OF_TEXT, read_records, splitting_of

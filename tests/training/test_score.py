@@ -19,10 +19,10 @@ from service.model.gpt import SwiGLU
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import tiny
-from training.device import resolve_auto
 from training.distributed import World
 from training.evaluate import engine_sums, fast_piece_sums, piece_sums, sampled_scores
 from training.loop import Run
+from training.model.device import resolve_auto
 from training.saving import save_checkpoint
 from training.text.batches import record_pieces
 from training.text.corpus import prepare

@@ -36,7 +36,6 @@ from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, Fork, crash, events, flags, resume, start, tiny, weights
 from training import fused, jobs
 from training.config import ConfigError, TrainConfig
-from training.device import resolve_auto, suitable_dtype
 from training.distributed import World
 from training.evaluate import (
     baselines,
@@ -48,6 +47,7 @@ from training.evaluate import (
     whole_loss,
 )
 from training.loop import Run
+from training.model.device import resolve_auto, suitable_dtype
 from training.recipe import SETTINGS, fitted, regularization
 from training.run import DivergedError, catch_signals
 from training.state import ResumeError, Saved

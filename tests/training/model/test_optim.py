@@ -7,9 +7,9 @@ import torch
 
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
-from training import optim
 from training.config import TrainConfig
-from training.optim import MARGIN, Muon, Optimizers, hidden_matrices, lr_scale, momentum_at, orthogonalize
+from training.model import optim
+from training.model.optim import MARGIN, Muon, Optimizers, hidden_matrices, lr_scale, momentum_at, orthogonalize
 
 
 def with_gradients(seed: int = 0) -> GPT:

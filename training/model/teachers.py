@@ -15,8 +15,8 @@ from torch import Tensor
 from service.model.checkpoint import WEIGHTS, Checkpoint
 from service.model.tokenizer import CharTokenizer
 from training.config import ConfigError, TrainConfig
-from training.device import autocast, training_forward
 from training.messages import plural
+from training.model.device import autocast, training_forward
 
 
 class Teachers:
