@@ -158,7 +158,7 @@ LIGHT = (
         [
             ("training.text.corpus, training.text.records, training.config, training.commands.prepare", {"training"}),
             ("service.model.gpt, service.engine.engine", {"torch"}),
-            ("training.__main__, training.jobs, training.evaluate", {"pydantic"}),
+            ("training.__main__, training.jobs, training.commands.evaluate", {"pydantic"}),
         ],
     ],
 )

@@ -26,7 +26,9 @@ The modules, in the order in which a run uses them:
     fused.py, .cpp  the model's forward and backward, hand-written for CPUs
     run.py          the state of a run, its folder and its output
     loop.py         the training loop: steps, the loss, evaluations, the final report
-    evaluate.py     computes windowed and streamed losses, and baselines
+    measure/        what a model is worth:
+      losses.py     computes windowed and streamed losses, and baselines
+      copies.py     finds copied passages and repetitions in samples
     speed.py        measures the machine's matrix-product peak, and counts FLOPs
     display.py      shows progress, tables and curves
     log.py          writes the log and TensorBoard event files
@@ -38,10 +40,10 @@ The modules, in the order in which a run uses them:
 Run.loss in loop.py is the loss, and Run.step is a step. The schedules of learning rate, momentum and weight decay are
 at the end of model/optim.py. The schedule of the windows is TrainConfig.window_at in config.py.
 
-commands/prepare.py, sample.py, score.py, report.py, export.py and lecture.py each contain the command of the same name.
-examination.py computes the findings of report. rows.py prints rows as JSON lines or CSV.
+commands/prepare.py, commands/evaluate.py, sample.py, score.py, report.py, export.py and lecture.py each contain the
+command of the same name. rows.py prints rows as JSON lines or CSV.
 
 Import rule: of the packages and modules in `service`, training may import `service.model`, `service.engine`,
-`service.constrain` and `service.wire`. A folder imports only the folders above it: text, model, commands.
+`service.constrain` and `service.wire`. A folder imports only the folders above it: text, model, measure, commands.
 tests/test_imports.py checks the rules.
 """

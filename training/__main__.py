@@ -95,7 +95,7 @@ def build_parser(show_all: bool = False) -> Parser:
     p.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     add_config_flags(p, show_all)
 
-    p = command("evaluate", "measure the loss of a checkpoint on a text")
+    p = command("evaluate", "measure the loss of a checkpoint on a text", "commands.evaluate")
     add_model_flags(p)
     add_data_flags(p, f"{DATA_HELP} (default: the validation split of the training text)")
     add_unknown_flags(p, "--data")

@@ -14,7 +14,7 @@ import numpy as np
 
 from service.model.tokenizer import RECORD_SEPARATOR
 from training.config import TrainConfig
-from training.examination import NGRAM, copied_share
+from training.measure.copies import NGRAM, copied_share
 from training.messages import plural
 from training.text.batches import record_pieces
 from training.text.corpus import Corpus, rare_characters

@@ -16,8 +16,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from training.config import TrainConfig
-from training.evaluate import Scores, bits
 from training.log import read_log
+from training.measure.losses import Scores, bits
 from training.messages import plural, say
 from training.state import Progress
 
@@ -200,7 +200,7 @@ def verdict(losses: dict[str, float]) -> str | None:
 
 
 def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
-    """Print the figures of `examination.describe_copies` or `describe_records`, one column per text."""
+    """Print the figures of `copies.describe_copies` or `describe_records`, one column per text."""
     table = Table("", *texts)
     for name in next(iter(texts.values())):
         values = [figures[name] for figures in texts.values()]

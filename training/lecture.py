@@ -23,7 +23,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT, attend
 from service.text.model import TextModel
 from training.config import ConfigError
-from training.evaluate import baselines
+from training.measure.losses import baselines
 from training.messages import plural, visible
 from training.model.loading import find_checkpoint, open_model
 from training.sample import first_prompt

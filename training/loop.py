@@ -23,8 +23,8 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.text.model import TextModel
 from training.display import ProgressView, draw_curves, print_report, show_forwards
-from training.evaluate import baselines, piece_loss, sampled_scores
 from training.fused import FusedForward
+from training.measure.losses import baselines, piece_loss, sampled_scores
 from training.messages import say
 from training.model.device import autocast
 from training.model.loading import open_model

@@ -1,4 +1,4 @@
-"""The command `report`: print the findings of `examination` as a table, and write a page with losses and samples.
+"""The command `report`: print the findings of `measure.copies` as a table, and write a page with losses and samples.
 
 The page, `report.html`, is a single file to share. It loads nothing, runs nothing and contains its styles and curves.
 Everything that comes from texts is escaped. The page names the text's file and hash, but no path of this machine.
@@ -20,10 +20,10 @@ from service.model.checkpoint import Checkpoint
 from service.text.model import TextModel
 from training.config import ConfigError
 from training.display import LOSSES, curves, figure_of, print_copies, verdict
-from training.evaluate import bits
-from training.examination import MAX_SHOWN, NGRAM, Examination, examine
 from training.inputs import refusing, training_corpus
 from training.log import read_log
+from training.measure.copies import MAX_SHOWN, NGRAM, Examination, examine
+from training.measure.losses import bits
 from training.messages import plural
 from training.model.loading import find_checkpoint, load_model, open_model
 from training.sample import MAX_RUNNING, check_counts, kept, report_cost, sample_of

@@ -37,10 +37,10 @@ from service.model.ngrams import NGRAMS
 from training.check import size_check
 from training.config import TrainConfig
 from training.distributed import World
-from training.evaluate import BATCH_CHARS, STRETCH_WINDOWS, piece_loss, sampled_scores
 from training.finetune import Origin
 from training.fused import FusedForward
 from training.log import RunLog
+from training.measure.losses import BATCH_CHARS, STRETCH_WINDOWS, piece_loss, sampled_scores
 from training.messages import Refusal, duration, plural, resume_command, say
 from training.model.device import halves, machine, training_forward
 from training.model.optim import FlatGradients, Optimizers, lr_scale

@@ -20,7 +20,7 @@ from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import events, flags
-from training.evaluate import streamed_loss, whole_loss
+from training.measure.losses import streamed_loss, whole_loss
 from training.messages import unescaped
 from training.saving import save_checkpoint
 from training.text.corpus import prepare

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from training.config import TrainConfig
 from training.display import ProgressView, curves, print_report, show_forwards
-from training.evaluate import Scores
 from training.log import read_log
+from training.measure.losses import Scores
 from training.state import Progress
 
 LOSSES = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.0, "streamed": 1.9}

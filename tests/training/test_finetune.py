@@ -10,8 +10,8 @@ from service.model.checkpoint import Checkpoint
 from tests.helpers import VOCABULARY, call, save_random
 from tests.training.runs import STEPS, TEXT, crash, events, flags, resume, start, weights
 from training.config import ConfigError, TrainConfig
-from training.evaluate import whole_loss
 from training.finetune import inherited, load_origin
+from training.measure.losses import whole_loss
 from training.text.corpus import prepare
 
 

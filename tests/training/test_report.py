@@ -9,7 +9,7 @@ import pytest
 from service.model.checkpoint import Checkpoint
 from service.text.model import TextModel
 from tests.helpers import random_model
-from training.examination import Examination, examine
+from training.measure.copies import Examination, examine
 from training.model.loading import open_model
 from training.report import write_page
 from training.saving import save_checkpoint

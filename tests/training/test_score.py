@@ -20,8 +20,8 @@ from service.model.tokenizer import UNKNOWN, CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import tiny
 from training.distributed import World
-from training.evaluate import engine_sums, fast_piece_sums, piece_sums, sampled_scores
 from training.loop import Run
+from training.measure.losses import engine_sums, fast_piece_sums, piece_sums, sampled_scores
 from training.model.device import resolve_auto
 from training.saving import save_checkpoint
 from training.text.batches import record_pieces
@@ -88,8 +88,8 @@ def sums_one_by_one(model, ids, starts, lengths, skips):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_native_engine_scores_pieces_as_single_forwards_do(threads, seed, monkeypatch):
-    monkeypatch.setattr("training.evaluate.SLOTS", 5)
-    monkeypatch.setattr("training.evaluate.SCORED_SECONDS", 1e-4)  # many pieces of prompts
+    monkeypatch.setattr("training.measure.losses.SLOTS", 5)
+    monkeypatch.setattr("training.measure.losses.SCORED_SECONDS", 1e-4)  # many pieces of prompts
     rng = np.random.default_rng([seed, threads])
     ids = rng.integers(0, len(VOCABULARY), 1500).astype(np.uint8)
     lengths = rng.choice([0, 1, 2, 7, 23, 24, 25, 60, 700], 40)
@@ -312,7 +312,7 @@ def test_the_estimate_counts_streamed_text_at_its_own_speed(tmp_path, monkeypatc
 
     config = tiny(tmp_path, score_chars="all", dtype="float32")
     run = Run(config, resolve_auto(config, 1), prepare(config.data), tmp_path / "out", World())
-    monkeypatch.setattr("training.evaluate.fast_piece_sums", slow)
+    monkeypatch.setattr("training.measure.losses.fast_piece_sums", slow)
     monkeypatch.setattr("training.run.time.monotonic", lambda: now)
     said = f"about 6 s to the end: 0 s of training, 6 s of scoring {len(run.corpus.val)} validation characters"
     assert run.estimate(0.0) == said and len(run.corpus.val) == 298

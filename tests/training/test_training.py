@@ -37,7 +37,8 @@ from tests.training.runs import SHAPE, STEPS, TEXT, Fork, crash, events, flags, 
 from training import fused, jobs
 from training.config import ConfigError, TrainConfig
 from training.distributed import World
-from training.evaluate import (
+from training.loop import Run
+from training.measure.losses import (
     baselines,
     piece_loss,
     sampled_scores,
@@ -46,7 +47,6 @@ from training.evaluate import (
     stretches,
     whole_loss,
 )
-from training.loop import Run
 from training.model.device import resolve_auto, suitable_dtype
 from training.recipe import SETTINGS, fitted, regularization
 from training.run import DivergedError, catch_signals
@@ -93,7 +93,7 @@ def log_probability(model: GPT, context: list[int], id: int) -> float:
 
 @pytest.mark.parametrize("characters", [2, 7, 13, 85])
 def test_whole_loss_scores_each_character_once_within_its_window(characters, monkeypatch):
-    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 24)
+    monkeypatch.setattr("training.measure.losses.BATCH_CHARS", 24)
     model, ids = some_model(), np.random.default_rng(0).integers(0, 7, characters).astype(np.uint8)
     expected = 0.0
     for i in range(1, characters):
@@ -104,7 +104,7 @@ def test_whole_loss_scores_each_character_once_within_its_window(characters, mon
 
 @pytest.mark.parametrize("characters", [2, 17, 137])
 def test_streamed_loss_equals_one_banded_forward(characters, monkeypatch):
-    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 1)  # the smallest chunks
+    monkeypatch.setattr("training.measure.losses.BATCH_CHARS", 1)  # the smallest chunks
     model, ids = some_model(), np.random.default_rng(1).integers(0, 7, characters).astype(np.uint16)
     whole = torch.from_numpy(ids.astype(np.int64))
     expected = F.cross_entropy(model(whole[None, :-1])[0], whole[1:]).item()
@@ -118,7 +118,7 @@ def test_streamed_loss_equals_one_banded_forward(characters, monkeypatch):
 
 @pytest.mark.parametrize("at_once", [40, 20])  # characters: all of a stretch, or not
 def test_a_sample_of_a_text_scores_stretches_with_the_context_of_the_whole(monkeypatch, at_once):
-    monkeypatch.setattr("training.evaluate.BATCH_CHARS", at_once)
+    monkeypatch.setattr("training.measure.losses.BATCH_CHARS", at_once)
     model, ids = some_model(), np.random.default_rng(3).integers(0, 7, 400).astype(np.uint8)
     scores = sampled_scores(model, ids, 100, records=False)
     places = stretches(400, 100, model.config.block_size)
@@ -175,7 +175,7 @@ def test_scoring_is_bounded_by_the_training(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("longest", [None, 6, 2])
 def test_record_loss_scores_each_record_alone(longest, monkeypatch):
-    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 20)
+    monkeypatch.setattr("training.measure.losses.BATCH_CHARS", 20)
     model = some_model()
     records = [[1], [2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], [4, 4, 4, 4, 4], [5, 6]]
     ids = np.array([0] + [id for record in records for id in (*record, 0)], np.uint8)
@@ -192,7 +192,7 @@ def test_record_loss_scores_each_record_alone(longest, monkeypatch):
 
 
 def test_baselines_in_chunks_equal_a_plain_count(monkeypatch):
-    monkeypatch.setattr("training.evaluate.CHUNK", 37)
+    monkeypatch.setattr("training.measure.losses.CHUNK", 37)
     ids = np.random.default_rng(2).integers(0, 30, 2000).astype(np.uint16)
     train, val, V = ids[:1700], ids[1700:], 30
     pairs, ones = Counter(zip(train[:-1].tolist(), train[1:].tolist(), strict=True)), Counter(train.tolist())

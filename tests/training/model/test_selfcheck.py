@@ -24,8 +24,8 @@ from tests.helpers import VOCABULARY, random_model
 from tests.training.runs import crash, events, resume, start, tiny, weights
 from training import fused, saving
 from training.config import ConfigError
-from training.evaluate import whole_loss
 from training.export import export
+from training.measure.losses import whole_loss
 from training.messages import Refusal
 from training.model import selfcheck
 from training.model.loading import open_model

@@ -18,9 +18,9 @@ from service.text import work
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import STEPS, TEXT, chunks_of, crash, flags, resume, start, tiny, weights
 from training.config import ConfigError
-from training.evaluate import whole_loss
 from training.finetune import load_origin
 from training.inputs import encoder_of
+from training.measure.losses import whole_loss
 from training.saving import save_checkpoint
 from training.text.corpus import prepare
 from training.text.files import DataError, cache_dir

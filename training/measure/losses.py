@@ -1,11 +1,10 @@
-"""The command `evaluate`, losses over a whole text, and the baselines to compare them with.
+"""Losses over a whole text, and the baselines to compare them with.
 
 Losses are in nats per character. All are deterministic, because no windows are drawn at random.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -24,15 +23,9 @@ from service.engine.selfcheck import SelfCheckError
 from service.model.gpt import GPT
 from service.model.kv_cache import CacheRows, KVCache
 from service.model.params import SamplingParams
-from service.model.tokenizer import UnknownCharacterError
 from service.wire import Submit
-from training.inputs import encode_files, encoder_of, refusing, report_unknown, training_corpus, unknown_options
-from training.messages import plural
-from training.model.loading import load_model
 from training.model.selfcheck import computes
 from training.text.batches import IGNORED, padded, record_pieces, unseen_records, window_pieces
-from training.text.files import DataError, find_texts, read_text
-from training.text.records import splitting_of
 
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
@@ -43,32 +36,6 @@ SCORED_SECONDS = 1.0  # of a step of the engine: long enough that all threads ha
 GREEDY = SamplingParams(temperature=0.0)
 
 Advance = Callable[[int], object]  # receives the number of characters that each forward scored; `int` ignores it
-
-
-def command(args: argparse.Namespace) -> None:
-    checkpoint, model = load_model(args)
-    records, train = checkpoint.record_end is not None, None
-    if args.data is None:
-        corpus = training_corpus(checkpoint, args)
-        ids, train, scored = corpus.val, corpus.train, f"validation split of {corpus.name}"
-    else:
-        notes: set[str] = set()
-        encoder = encoder_of(checkpoint.tokenizer, **unknown_options(args))
-        files = find_texts(args.data, args.glob or (), args.exclude or (), notes)
-        try:
-            with refusing():
-                ids = encode_files(files, encoder, splitting_of(checkpoint))
-        except UnknownCharacterError as error:
-            count = sum(c not in checkpoint.tokenizer for text in read_text(files) for c in text)
-            many = f"one of {plural(count, 'character')} that are not; " if count > 1 else ""
-            raise DataError(f"{error}, {many}--unknown-characters drop or replace scores the rest") from None
-        scored = " ".join(args.data)
-        report_unknown(encoder.replaced, encoder.dropped)
-        for note in sorted(notes):
-            print(note)
-    print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
-    for name, loss in split_losses(model, ids, records=records, train=train).items():
-        print(f"{name:<9} {loss:.4f} nats  {bits(loss):.4f} bits per character")
 
 
 def bits(nats: float) -> float:
