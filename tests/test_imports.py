@@ -156,7 +156,11 @@ LIGHT = (
             ("service.server", {"prometheus_client"}),
         ],
         [
-            ("training.text.corpus, training.text.records, training.config, training.commands.prepare", {"training"}),
+            (
+                "training.text.corpus, training.text.records, training.config, training.commands.prepare, "
+                "training.fit.presets, training.fit.minutes",
+                {"training"},
+            ),
             ("service.model.gpt, service.engine.engine", {"torch"}),
             ("training.__main__, training.jobs, training.commands.evaluate", {"pydantic"}),
         ],

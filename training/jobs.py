@@ -12,6 +12,8 @@ import fcntl
 import os
 import shlex
 import shutil
+import time
+from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,7 +24,9 @@ from rich.console import Console
 from service.model.checkpoint import Checkpoint
 from training.config import SHAPE, ConfigError, TrainConfig
 from training.distributed import World
-from training.finetune import describe_origin, inherited, load_origin, refuse_short_text
+from training.fit.minutes import Plan, Speed
+from training.fit.origin import Origin, describe_origin, inherited, load_origin, refuse_short_text
+from training.fit.presets import SETTINGS, explanation, fitted
 from training.folders import restore_folder
 from training.loop import Run
 from training.messages import plural, say
@@ -30,13 +34,13 @@ from training.model.device import pick_device, resolve_auto
 from training.model.loading import find_checkpoint
 from training.model.selfcheck import refuse_other_weights
 from training.model.teachers import Teachers
-from training.plan import Plan, measured_speed
-from training.recipe import SETTINGS, explanation, fitted
 from training.run import DivergedError, InterruptedRun
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings
 from training.text.corpus import Corpus, prepare, recode, sampler_of
 from training.text.records import LINES
+
+TIMED_STEPS = 3  # steps timed for each size of window
 
 
 def command(args: argparse.Namespace) -> None:
@@ -168,6 +172,27 @@ def _new_run(
         Teachers(replace(config, **resolved), tokenizer)
     _remove_run(out)
     return config, resolved
+
+
+def measured_speed(config: TrainConfig, corpus: Corpus, world: World, origin: Origin | None) -> Speed:
+    """Measure the speed with these settings.
+
+    Times steps with each size of window and weights each by its share of the run's steps.
+    """
+    own = replace(config, batch_size=config.batch_size // world.size)
+    run = Run(own, resolve_auto(own, 1), corpus, Path(), World(), origin)
+    run.check_forward(Console(quiet=True))
+    windows = Counter(config.window_at(config.steps * i // 100) for i in range(100))  # percent of steps per window
+    seconds = 0.0  # seconds per character
+    for window, percent in windows.items():
+        times = []
+        for _ in range(TIMED_STEPS):
+            run.progress.step = next(step for step in range(config.steps) if config.window_at(step) == window)
+            before, started = run.progress.characters, time.monotonic()
+            run.step()
+            times.append((time.monotonic() - started) / (run.progress.characters - before))
+        seconds += percent / 100 * min(times)  # the first step is slower
+    return Speed(world.size / seconds, 1 / run.evaluation_seconds())
 
 
 def _refuse_folder(config: TrainConfig, out: Path, overwrite: bool) -> None:

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from service import release
 from service.model.gpt import GPT
 from service.model.ngrams import NGRAMS
-from training.check import size_check
-from training.config import TrainConfig
+from training.config import MIN_SCORED, SCORED_SHARE, TrainConfig
 from training.distributed import World
-from training.finetune import Origin
+from training.fit.origin import Origin
+from training.fit.warnings import size_check
 from training.fused import FusedForward
 from training.log import RunLog
 from training.measure.losses import BATCH_CHARS, STRETCH_WINDOWS, piece_loss, sampled_scores
@@ -52,9 +52,6 @@ from training.state import Progress, ResumeError, Saved, pack
 from training.text.batches import record_pieces, window_pieces
 from training.text.corpus import Corpus, sampler_of
 
-# With score_chars "auto" the final report scores this share of the characters trained on, over all its scorings, or the
-# minimum, in characters. At that share, scoring takes less than a tenth of the run's time.
-SCORED_SHARE, MIN_SCORED = 1 / 8, 20_000
 ESTIMATE_STEPS = 10  # steps timed to estimate the rest of the run
 # Signals that end a run after a save. If several arrive, the first of these counts. A closed terminal sends SIGHUP.
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)

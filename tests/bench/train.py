@@ -53,10 +53,10 @@ from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import conditions, figure, table
 from training import jobs
 from training.config import TrainConfig
+from training.fit.presets import SETTINGS
 from training.inputs import encode_files, encoder_of
 from training.log import read_log
 from training.measure.losses import piece_loss, split_losses, whole_loss
-from training.recipe import SETTINGS
 from training.text.batches import record_pieces
 from training.text.corpus import prepare
 from training.text.files import TINYSHAKESPEARE, DataError

@@ -37,6 +37,7 @@ from tests.training.runs import SHAPE, STEPS, TEXT, Fork, crash, events, flags, 
 from training import fused, jobs
 from training.config import ConfigError, TrainConfig
 from training.distributed import World
+from training.fit.presets import SETTINGS, fitted, regularization
 from training.loop import Run
 from training.measure.losses import (
     baselines,
@@ -48,7 +49,6 @@ from training.measure.losses import (
     whole_loss,
 )
 from training.model.device import resolve_auto, suitable_dtype
-from training.recipe import SETTINGS, fitted, regularization
 from training.run import DivergedError, catch_signals
 from training.state import ResumeError, Saved
 from training.text.batches import PACK, record_pieces, window_pieces

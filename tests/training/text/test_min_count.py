@@ -18,7 +18,7 @@ from service.text import work
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import STEPS, TEXT, chunks_of, crash, flags, resume, start, tiny, weights
 from training.config import ConfigError
-from training.finetune import load_origin
+from training.fit.origin import load_origin
 from training.inputs import encoder_of
 from training.measure.losses import whole_loss
 from training.saving import save_checkpoint
@@ -222,7 +222,7 @@ def changed_tokenizer(checkpoint, unk_token):
 
 def tuning(tmp_path, source, **changes):
     from training.config import TrainConfig
-    from training.finetune import inherited
+    from training.fit.origin import inherited
 
     fields = {"data": str(tmp_path / "more.txt"), "init_from": str(source.path), "dtype": "float32", **STEPS}
     return TrainConfig(**inherited(source.path) | fields | changes)

@@ -9,10 +9,9 @@ import pytest
 from service.model.checkpoint import Checkpoint
 from tests.helpers import save_random
 from tests.training.test_training import TEXT, call, flags
-from training.config import TrainConfig
-from training.plan import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan, Speed
-from training.recipe import EPOCHS, SETTINGS
-from training.run import MIN_SCORED, SCORED_SHARE
+from training.config import MIN_SCORED, SCORED_SHARE, TrainConfig
+from training.fit.minutes import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan, Speed
+from training.fit.presets import EPOCHS, SETTINGS
 from training.text.corpus import prepare
 
 
@@ -33,7 +32,7 @@ def plan(monkeypatch):
     `faster` times as fast.
     """
     now = 0.0
-    monkeypatch.setattr("training.plan.time.monotonic", lambda: now)
+    monkeypatch.setattr("training.fit.minutes.time.monotonic", lambda: now)
 
     def make(corpus, minutes, speed, adaptable=SETTINGS, parts=1, faster=3.0, **settings):
         def measure(config):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from training.check import size_check
 from training.config import TrainConfig
+from training.fit.warnings import size_check
 from training.text.corpus import prepare
 
 WORDS = "the cat sat on a mat and the dog ran off with it to see what was in a box or not".split()
@@ -125,7 +125,7 @@ def test_duplicate_records_and_those_in_both_splits(check):
 
 def test_large_texts_are_looked_at_in_part(check, monkeypatch):
     """But symbols are counted in all."""
-    monkeypatch.setattr("training.check.AT_MOST", 100)
+    monkeypatch.setattr("training.fit.warnings.AT_MOST", 100)
     names = "".join(f"{i * 7919 % 9973}\n" for i in range(20))
     subjects, lines = check(names * 10, records=True)
     assert subjects == ["size", "duplicates", "overlap"] and lines.count("of the first 100 characters") == 2

@@ -10,7 +10,7 @@ from service.model.checkpoint import Checkpoint
 from tests.helpers import VOCABULARY, call, save_random
 from tests.training.runs import STEPS, TEXT, crash, events, flags, resume, start, weights
 from training.config import ConfigError, TrainConfig
-from training.finetune import inherited, load_origin
+from training.fit.origin import inherited, load_origin
 from training.measure.losses import whole_loss
 from training.text.corpus import prepare
 

@@ -8,21 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Set
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
-from training.config import TrainConfig
-from training.distributed import World
-from training.finetune import Origin
-from training.loop import Run
-from training.messages import duration, flags, plural
-from training.model.device import resolve_auto
-from training.recipe import (
+from training.config import MIN_SCORED, SCORED_SHARE, TrainConfig
+from training.fit.presets import (
     EPOCHS,
     MIN_STEPS,
     PATIENCE,
@@ -33,7 +23,7 @@ from training.recipe import (
     window_for,
     with_open,
 )
-from training.run import MIN_SCORED, SCORED_SHARE
+from training.messages import duration, flags, plural
 from training.text.corpus import Corpus
 
 LADDER: tuple[dict[str, Any], ...] = (
@@ -51,7 +41,6 @@ MOST_PARAMETERS = 7  # parameters per character of the training split; a model w
 STEP = 16  # characters of a step, as a multiple of n_embd
 SHORT = 1000  # steps; if the run would have fewer, a step has half the characters
 TRAINED_SHARE = 0.85  # share of the time for training; evaluations and the final scores take the rest
-TIMED_STEPS = 3  # steps timed for each size of window
 # Number of evaluations, characters of each as a share of those trained on, and the least number of characters.
 EVALUATIONS, EVALUATED_SHARE, MIN_EVALUATED = 8, 1 / 100, 30_000
 # Shares of the time that training leaves: for evaluations and for the final scores. Samples take the rest. If the
@@ -180,24 +169,3 @@ class Plan:
                 f"the run ends after about {needed}, when it has seen the text {EPOCHS:g} times: it would memorize the "
                 "text in more; a longer text would use the time"
             )
-
-
-def measured_speed(config: TrainConfig, corpus: Corpus, world: World, origin: Origin | None) -> Speed:
-    """Measure the speed with these settings.
-
-    Times steps with each size of window and weights each by its share of the run's steps.
-    """
-    own = replace(config, batch_size=config.batch_size // world.size)
-    run = Run(own, resolve_auto(own, 1), corpus, Path(), World(), origin)
-    run.check_forward(Console(quiet=True))
-    windows = Counter(config.window_at(config.steps * i // 100) for i in range(100))  # percent of steps per window
-    seconds = 0.0  # seconds per character
-    for window, percent in windows.items():
-        times = []
-        for _ in range(TIMED_STEPS):
-            run.progress.step = next(step for step in range(config.steps) if config.window_at(step) == window)
-            before, started = run.progress.characters, time.monotonic()
-            run.step()
-            times.append((time.monotonic() - started) / (run.progress.characters - before))
-        seconds += percent / 100 * min(times)  # the first step is slower
-    return Speed(world.size / seconds, 1 / run.evaluation_seconds())
