@@ -76,7 +76,7 @@ test: $(VENV)/.installed-test ## install test dependencies and run the suite; AR
 
 # Over the environment of the tests, whose torch and test tools stay.
 LOWEST := $(VENV)/lowest
-LOWEST_TESTS ?= tests/test_settings.py tests/http/test_api.py tests/observe/test_metrics.py tests/training/test_log.py
+LOWEST_TESTS ?= tests/test_settings.py tests/http/test_api.py tests/observe/test_metrics.py tests/training/run/test_log.py
 test-lowest: $(VENV)/.installed-test ## run some fast tests with the lowest versions that pyproject.toml allows
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(BIN)/python -m tests.toolbox.lowest >$(LOWEST)/requirements.txt

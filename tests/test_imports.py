@@ -162,7 +162,7 @@ LIGHT = (
                 {"training"},
             ),
             ("service.model.gpt, service.engine.engine", {"torch"}),
-            ("training.__main__, training.jobs, training.commands.evaluate", {"pydantic"}),
+            ("training.__main__, training.commands.train, training.commands.evaluate", {"pydantic"}),
         ],
     ],
 )

@@ -88,7 +88,7 @@ def build_parser(show_all: bool = False) -> Parser:
         added.set_defaults(module=f"training.{module or name}", parser=added)
         return added
 
-    p = command("train", "train a model; losses are in nats per character", "jobs")
+    p = command("train", "train a model; losses are in nats per character", "commands.train")
     p.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="the run's folder")
     p.add_argument("--preset", choices=PRESETS, help="defaults of the other flags (default: cpu)")
     p.add_argument("--resume", action="store_true", help="continue the run in --out, with its settings")
@@ -308,8 +308,8 @@ def main() -> int:
     args = build_parser(HELP_ALL in sys.argv).parse_args()
     from service.model.checkpoint import CheckpointError
     from service.model.tokenizer import UnknownCharacterError
-    from training.distributed import LostProcessError
-    from training.run import InterruptedRun
+    from training.run.distributed import LostProcessError
+    from training.run.state import InterruptedRun
 
     try:
         importlib.import_module(args.module).command(args)
@@ -340,7 +340,7 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         status = main()
-        from training.distributed import exit_if_distributed
+        from training.run.distributed import exit_if_distributed
 
         exit_if_distributed(status)
         sys.exit(status)

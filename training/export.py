@@ -33,7 +33,7 @@ from training.config import ConfigError
 from training.messages import plural
 from training.model.loading import find_checkpoint
 from training.model.selfcheck import IS_SAME, is_qwen3
-from training.saving import named_tensors
+from training.run.saving import named_tensors
 
 COMPARED = 16  # characters whose logits are compared after an export to ONNX
 

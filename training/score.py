@@ -24,12 +24,12 @@ from service.model.tokenizer import CharTokenizer
 from service.text.encoding import unknown_characters
 from service.text.model import TextModel
 from training.config import ConfigError
-from training.display import show_forwards
 from training.inputs import refusing, report_unknown, unknown_options
 from training.measure.losses import Advance
 from training.messages import plural
 from training.model.loading import load_model, open_model
 from training.rows import write_rows
+from training.run.display import show_forwards
 from training.text.files import DataError
 from training.text.records import OF_TEXT, read_records, splitting_of
 

@@ -51,12 +51,12 @@ from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import conditions, figure, table
-from training import jobs
 from training.config import TrainConfig
 from training.fit.presets import SETTINGS
 from training.inputs import encode_files, encoder_of
-from training.log import read_log
 from training.measure.losses import piece_loss, split_losses, whole_loss
+from training.run.log import read_log
+from training.run.start import start
 from training.text.batches import record_pieces
 from training.text.corpus import prepare
 from training.text.files import TINYSHAKESPEARE, DataError
@@ -108,7 +108,7 @@ PROBE_STEPS, EVALUATIONS, MAKEMORE_STEPS = 200, 8, 20_000
 def trained(config: TrainConfig, out: Path, adaptable: Set[str] = frozenset()) -> None:
     """Replace the folder `out` by that of a run."""
     shutil.rmtree(out, ignore_errors=True)
-    jobs.start(config, out, Console(stderr=True, highlight=False), adaptable=adaptable)
+    start(config, out, Console(stderr=True, highlight=False), adaptable=adaptable)
 
 
 def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:

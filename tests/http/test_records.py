@@ -11,7 +11,7 @@ from service.text.model import TextModel
 from tests.helpers import VOCABULARY, lasting, random_model, web
 from tests.toolbox.http import pieces, text_of
 from training.model.loading import open_model
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 from training.score import Tally, score_lines
 
 

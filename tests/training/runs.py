@@ -16,10 +16,12 @@ import pytest
 from rich.console import Console
 
 from tests.toolbox.launch import free_port
-from training import jobs, loop
 from training.__main__ import main
 from training.config import TrainConfig
-from training.loop import Run
+from training.run import loop
+from training.run.loop import Run
+from training.run.resume import resume as resume_run
+from training.run.start import start as start_run
 from training.text import batches, corpus, files
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
@@ -37,11 +39,11 @@ def tiny(folder: Path, **changes: object) -> TrainConfig:
 
 
 def start(config: TrainConfig, out: Path, console: Console | None = None, **options: bool) -> None:
-    jobs.start(config, out, console or Console(quiet=True), **options)
+    start_run(config, out, console or Console(quiet=True), **options)
 
 
 def resume(out: Path, changes: dict[str, object] | None = None, **options: str) -> None:
-    jobs.resume(out, changes or {}, Console(quiet=True), **options)
+    resume_run(out, changes or {}, Console(quiet=True), **options)
 
 
 class Fork:
@@ -49,7 +51,7 @@ class Fork:
 
     def __init__(self, *arguments: object, **variables: str):
         forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(["tests.training.runs", "training.loop"])
+        forks.set_forkserver_preload(["tests.training.runs", "training.run.state.loop"])
         self.process = forks.Process(target=_train, args=({**os.environ, **variables}, [*map(str, arguments)]))
         self.process.start()
         self.pid = self.process.pid

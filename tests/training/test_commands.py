@@ -22,7 +22,7 @@ from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import events, flags
 from training.measure.losses import streamed_loss, whole_loss
 from training.messages import unescaped
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 from training.text.corpus import prepare
 
 TEXT = "The cat sat on the mat.\nA dog, too!\n" * 20

@@ -11,7 +11,7 @@ from service.model.params import SamplingParams
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 from tests.helpers import VOCABULARY, random_model, save_random
 from training.export import export
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 
 
 def ids(rows, length):

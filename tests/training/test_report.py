@@ -12,7 +12,7 @@ from tests.helpers import random_model
 from training.measure.copies import Examination, examine
 from training.model.loading import open_model
 from training.report import write_page
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 from training.text.corpus import prepare
 
 EVIL = "<script>alert('1')</script>&amp;<img src=x onerror=\"alert(2)\">"

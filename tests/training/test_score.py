@@ -19,11 +19,11 @@ from service.model.gpt import SwiGLU
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import tiny
-from training.distributed import World
-from training.loop import Run
 from training.measure.losses import engine_sums, fast_piece_sums, piece_sums, sampled_scores
 from training.model.device import resolve_auto
-from training.saving import save_checkpoint
+from training.run.distributed import World
+from training.run.loop import Run
+from training.run.saving import save_checkpoint
 from training.text.batches import record_pieces
 from training.text.corpus import prepare
 
@@ -313,7 +313,7 @@ def test_the_estimate_counts_streamed_text_at_its_own_speed(tmp_path, monkeypatc
     config = tiny(tmp_path, score_chars="all", dtype="float32")
     run = Run(config, resolve_auto(config, 1), prepare(config.data), tmp_path / "out", World())
     monkeypatch.setattr("training.measure.losses.fast_piece_sums", slow)
-    monkeypatch.setattr("training.run.time.monotonic", lambda: now)
+    monkeypatch.setattr("training.run.state.time.monotonic", lambda: now)
     said = f"about 6 s to the end: 0 s of training, 6 s of scoring {len(run.corpus.val)} validation characters"
     assert run.estimate(0.0) == said and len(run.corpus.val) == 298
 

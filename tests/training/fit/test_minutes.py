@@ -8,7 +8,7 @@ import pytest
 
 from service.model.checkpoint import Checkpoint
 from tests.helpers import save_random
-from tests.training.test_training import TEXT, call, flags
+from tests.training.run.test_training import TEXT, call, flags
 from training.config import MIN_SCORED, SCORED_SHARE, TrainConfig
 from training.fit.minutes import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan, Speed
 from training.fit.presets import EPOCHS, SETTINGS
@@ -114,7 +114,7 @@ def test_what_the_user_sets_stays(plan, corpus):
 
 
 def test_a_run_of_minutes_is_repeated_by_what_it_printed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.jobs.measured_speed", lambda *_: Speed(1_500.0, 1_500.0))
+    monkeypatch.setattr("training.run.start.measured_speed", lambda *_: Speed(1_500.0, 1_500.0))
     (tmp_path / "text.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(20 * TEXT.splitlines())))
     common = {"data": tmp_path / "text.txt", "threads": 1, "dtype": "float32", "sample_chars": 0}
     small = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "n_embd": 16}

@@ -22,7 +22,7 @@ from service.model.tokenizer import CharTokenizer
 from service.text.model import TextModel
 from tests.helpers import VOCABULARY, random_model
 from tests.training.runs import crash, events, resume, start, tiny, weights
-from training import fused, saving
+from training import fused
 from training.config import ConfigError
 from training.export import export
 from training.measure.losses import whole_loss
@@ -30,6 +30,7 @@ from training.messages import Refusal
 from training.model import selfcheck
 from training.model.loading import open_model
 from training.model.selfcheck import first_difference, is_servable, refuse_other_weights
+from training.run import saving
 from training.text.corpus import prepare
 
 SHAPE = {"vocab_size": 11, "block_size": 70, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 32}

@@ -10,10 +10,10 @@ from tests import reference
 from tests.helpers import call, save_random
 from tests.training.runs import STEPS, crash, flags, resume, start, tiny, weights
 from training.config import ConfigError
-from training.distributed import World
-from training.loop import Run
 from training.measure.losses import whole_loss
-from training.state import ResumeError
+from training.run.distributed import World
+from training.run.loop import Run
+from training.run.saved import ResumeError
 from training.text.batches import IGNORED
 from training.text.corpus import prepare
 

@@ -21,7 +21,7 @@ from training.config import ConfigError
 from training.fit.origin import load_origin
 from training.inputs import encoder_of
 from training.measure.losses import whole_loss
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 from training.text.corpus import prepare
 from training.text.files import DataError, cache_dir
 

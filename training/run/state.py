@@ -35,20 +35,20 @@ from service import release
 from service.model.gpt import GPT
 from service.model.ngrams import NGRAMS
 from training.config import MIN_SCORED, SCORED_SHARE, TrainConfig
-from training.distributed import World
 from training.fit.origin import Origin
 from training.fit.warnings import size_check
 from training.fused import FusedForward
-from training.log import RunLog
 from training.measure.losses import BATCH_CHARS, STRETCH_WINDOWS, piece_loss, sampled_scores
 from training.messages import Refusal, duration, plural, resume_command, say
 from training.model.device import halves, machine, training_forward
 from training.model.optim import FlatGradients, Optimizers, lr_scale
 from training.model.selfcheck import NOT_SERVABLE, first_difference, is_servable
 from training.model.teachers import Teachers
-from training.saving import save_checkpoint
-from training.speed import flops_per_character
-from training.state import Progress, ResumeError, Saved, pack
+from training.run.distributed import World
+from training.run.log import RunLog
+from training.run.saved import Progress, ResumeError, Saved, pack
+from training.run.saving import save_checkpoint
+from training.run.speed import flops_per_character
 from training.text.batches import record_pieces, window_pieces
 from training.text.corpus import Corpus, sampler_of
 

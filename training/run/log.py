@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.state import Progress
+from training.run.saved import Progress
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

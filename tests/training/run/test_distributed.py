@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers import call
 from tests.training.runs import events, train_in_two, weights
-from training.distributed import World
+from training.run.distributed import World
 
 TEXT = "".join(chr(97 + i * i % 23) + (" " if i % 5 == 0 else "") for i in range(4000))
 TINY = ["--n-layer", "1", "--n-embd", "16", "--n-head", "2", "--n-kv-head", "1", "--block-size", "16"]

@@ -22,14 +22,14 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.text.model import TextModel
-from training.display import ProgressView, draw_curves, print_report, show_forwards
 from training.fused import FusedForward
 from training.measure.losses import baselines, piece_loss, sampled_scores
 from training.messages import say
 from training.model.device import autocast
 from training.model.loading import open_model
-from training.run import ESTIMATE_STEPS, STOPPING, RunState, catch_signals
-from training.speed import matmul_peak
+from training.run.display import ProgressView, draw_curves, print_report, show_forwards
+from training.run.speed import matmul_peak
+from training.run.state import ESTIMATE_STEPS, STOPPING, RunState, catch_signals
 from training.text.batches import IGNORED, Part, micro_batches, packed, two_halves
 from training.text.records import separator_between
 

@@ -7,7 +7,7 @@ import pytest
 from service import installing
 from tests.helpers import call
 from tests.training.runs import crash, events, resume, start, tiny
-from training.log import read_log
+from training.run.log import read_log
 
 NAMES = ("train_loss", "val_loss", "muon_lr", "whole", "bigram")
 

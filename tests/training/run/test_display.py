@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from training.config import TrainConfig
-from training.display import ProgressView, curves, print_report, show_forwards
-from training.log import read_log
 from training.measure.losses import Scores
-from training.state import Progress
+from training.run.display import ProgressView, curves, print_report, show_forwards
+from training.run.log import read_log
+from training.run.saved import Progress
 
 LOSSES = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.0, "streamed": 1.9}
 
@@ -54,7 +54,7 @@ def test_the_report_has_the_training_loss_of_each_evaluation(tmp_path):
 
 
 def test_scoring_says_how_far_it_is_and_what_is_left(monkeypatch):
-    monkeypatch.setattr("training.display.LINE_SECONDS", 0)
+    monkeypatch.setattr("training.run.display.LINE_SECONDS", 0)
     console = Console(record=True, width=300)
     with show_forwards(console, "scoring", 2000) as advance:
         advance(500)
@@ -105,7 +105,7 @@ def test_names_at_the_curves_do_not_cover_each_other(tmp_path, ends):
 
 def test_progress_is_printed_where_there_is_no_terminal(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("training.display.time.monotonic", lambda: now)
+    monkeypatch.setattr("training.run.display.time.monotonic", lambda: now)
     console = Console(file=io.StringIO(), width=300)
     with ProgressView(console, TrainConfig(steps=100)) as view:
         for step in range(1, 36):

@@ -16,10 +16,10 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from training.config import TrainConfig
-from training.log import read_log
 from training.measure.losses import Scores, bits
 from training.messages import plural, say
-from training.state import Progress
+from training.run.log import read_log
+from training.run.saved import Progress
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -34,11 +34,9 @@ from service.model.ngrams import NGRAMS, NGrams
 from tests.helpers import call, random_model, save_random
 from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, Fork, crash, events, flags, resume, start, tiny, weights
-from training import fused, jobs
+from training import fused
 from training.config import ConfigError, TrainConfig
-from training.distributed import World
 from training.fit.presets import SETTINGS, fitted, regularization
-from training.loop import Run
 from training.measure.losses import (
     baselines,
     piece_loss,
@@ -49,8 +47,12 @@ from training.measure.losses import (
     whole_loss,
 )
 from training.model.device import resolve_auto, suitable_dtype
-from training.run import DivergedError, catch_signals
-from training.state import ResumeError, Saved
+from training.run.distributed import World
+from training.run.folder import exclusive
+from training.run.loop import Run
+from training.run.resume import resume as resume_run
+from training.run.saved import ResumeError, Saved
+from training.run.state import DivergedError, catch_signals
 from training.text.batches import PACK, record_pieces, window_pieces
 from training.text.corpus import prepare, sampler_of
 
@@ -161,7 +163,7 @@ def test_records_that_fit_the_window_are_scored_once():
 
 def test_scoring_is_bounded_by_the_training(tmp_path, monkeypatch):
     """It once took four minutes after 24 s."""
-    monkeypatch.setattr("training.run.MIN_SCORED", 30)
+    monkeypatch.setattr("training.run.state.MIN_SCORED", 30)
     config, outs = tiny(tmp_path), [tmp_path / name for name in ("auto", "all", "number")]
     for out, fields in zip(outs, ({}, {"score_chars": "all"}, {"score_chars": "100"}), strict=True):
         start(replace(config, **fields), out)
@@ -773,7 +775,7 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path):
     assert events(tmp_path / "0") == [r for r in records if r["step"] <= best + 15]
     resume(tmp_path / "3")
     assert weights(tmp_path / "3") == weights(tmp_path / "out") and events(tmp_path / "3") == records
-    jobs.resume(tmp_path / "3", {}, console)
+    resume_run(tmp_path / "3", {}, console)
     finished = f"is already finished: step {best + 30} of 400, best at step {best}; it stopped early"
     assert finished in console.export_text()
     with pytest.raises(ResumeError, match="pass a larger --patience too"):
@@ -867,7 +869,7 @@ def test_existing_files_and_running_runs_are_protected(uninterrupted, tmp_path):
     before = weights(uninterrupted)
     resume(uninterrupted, {"steps": 24})
     assert weights(uninterrupted) == before, "already finished"
-    with jobs.exclusive(out), pytest.raises(ResumeError, match="another run is writing to"):
+    with exclusive(out), pytest.raises(ResumeError, match="another run is writing to"):
         resume(out)
 
 
@@ -968,7 +970,7 @@ def test_a_full_memory_of_a_device_names_what_helps(tmp_path, monkeypatch, capsy
     def fail(args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(f"training.{'jobs' if command == 'train' else command}.command", fail)
+    monkeypatch.setattr(f"training.{'commands.train' if command == 'train' else command}.command", fail)
     assert call([command, *(["--checkpoint", tmp_path] if command == "sample" else [])]) == 1
     assert re.match(f"error: the device's memory is full: .*{remedy}", capsys.readouterr().err)
 

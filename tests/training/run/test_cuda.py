@@ -13,8 +13,8 @@ import time
 import pytest
 import torch
 
+from tests.training.run.test_distributed import RUN, TEXT, TINY, losses, run_alone
 from tests.training.runs import train_in_two
-from tests.training.test_distributed import RUN, TEXT, TINY, losses, run_alone
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.cuda)]
 CLOSE = 5e-3  # nats: float32 without TF32, summed in another order, over 40 steps
