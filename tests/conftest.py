@@ -37,11 +37,12 @@ LONGEST = """
     deploy/test_compose.py bench/test_bench.py deploy/test_container.py http/test_api.py training/run/test_training.py
     test_supervision.py deploy/test_proxies.py http/test_page.py engine/test_engine.py test_server.py
     http/test_bodies.py test_checkpoints.py http/test_prefix_leaks.py training/run/test_distributed.py
-    http/test_counted.py http/test_attacks.py http/test_protocol.py deploy/test_swarm.py training/test_commands.py
-    http/test_lease.py http/test_exact.py text/test_exact.py engine/test_native.py test_changed_model.py
-    engine/test_cuda.py training/test_score.py observe/test_tracing.py http/test_jdk.py observe/test_metrics.py
-    observe/test_logs.py constrain/test_regex.py training/fit/test_minutes.py training/test_export.py
-    http/test_openapi.py deploy/test_kubernetes.py deploy/test_deploy.py test_blocks.py test_install.py
+    http/test_counted.py http/test_attacks.py http/test_protocol.py deploy/test_swarm.py
+    training/commands/test_commands.py http/test_lease.py http/test_exact.py text/test_exact.py engine/test_native.py
+    test_changed_model.py engine/test_cuda.py training/commands/test_score.py observe/test_tracing.py http/test_jdk.py
+    observe/test_metrics.py observe/test_logs.py constrain/test_regex.py training/fit/test_minutes.py
+    training/commands/test_export.py http/test_openapi.py deploy/test_kubernetes.py deploy/test_deploy.py
+    test_blocks.py test_install.py
 """.split()
 
 # For one process of several: importing transformers takes seconds.

@@ -23,7 +23,7 @@ from tests.http.programs import changed
 from tests.toolbox.launch import ROOT
 from tests.toolbox.replay import make_models
 from tests.toolbox.requests import make_requests
-from training import sample, score
+from training.commands import sample, score
 from training.model import loading
 
 NAMES = ("texts", "records", "rare", "blocks")

@@ -38,12 +38,11 @@
       start.py        decides the settings of a run and starts it
       resume.py       resumes a run
     commands/       the commands that a user types
-      prepare.py, train.py, evaluate.py
+      prepare.py, train.py, evaluate.py, sample.py, score.py, report.py, export.py and lecture.py
+      inputs.py       reads the texts that a command is given
+      rows.py         prints rows as JSON lines or CSV
 
     fused.py, .cpp  the model's forward and backward, hand-written for CPUs
-    inputs.py       reads the texts that a command is given
-    rows.py         prints rows as JSON lines or CSV
-    sample.py, score.py, report.py, export.py and lecture.py are commands too.
 
 Run.loss in run/loop.py is the loss, and Run.step is a step. The schedules of learning rate, momentum and weight decay
 are at the end of model/optim.py. The schedule of the windows is TrainConfig.window_at in config.py.

@@ -1,7 +1,7 @@
 """The commands: python -m training prepare | train | evaluate | sample | score | report | export | lecture.
 
 `chargpt train` and so on run the same commands. This module defines their flags. Each command calls the function
-`command` of its own module.
+`command` of the module of its name in training/commands.
 """
 
 from __future__ import annotations
@@ -82,20 +82,20 @@ def build_parser(show_all: bool = False) -> Parser:
     parser.add_argument("--version", action="version", version=f"chargpt {release()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, help: str, module: str | None = None, is_common: bool = True) -> Parser:
+    def command(name: str, help: str, is_common: bool = True) -> Parser:
         listed: dict[str, Any] = {"help": help} if is_common or show_all else {}
         added: Parser = commands.add_parser(name, description=help, **listed)
-        added.set_defaults(module=f"training.{module or name}", parser=added)
+        added.set_defaults(parser=added)
         return added
 
-    p = command("train", "train a model; losses are in nats per character", "commands.train")
+    p = command("train", "train a model; losses are in nats per character")
     p.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="the run's folder")
     p.add_argument("--preset", choices=PRESETS, help="defaults of the other flags (default: cpu)")
     p.add_argument("--resume", action="store_true", help="continue the run in --out, with its settings")
     p.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     add_config_flags(p, show_all)
 
-    p = command("evaluate", "measure the loss of a checkpoint on a text", "commands.evaluate")
+    p = command("evaluate", "measure the loss of a checkpoint on a text")
     add_model_flags(p)
     add_data_flags(p, f"{DATA_HELP} (default: the validation split of the training text)")
     add_unknown_flags(p, "--data")
@@ -163,9 +163,7 @@ def build_parser(show_all: bool = False) -> Parser:
     p.add_argument("--to", choices=("gguf", "onnx"), required=True, help="gguf: llama.cpp; onnx: onnxruntime")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
 
-    p = command(
-        "prepare", "encode a text and store it in the cache; train does this too", "commands.prepare", is_common=False
-    )
+    p = command("prepare", "encode a text and store it in the cache; train does this too", is_common=False)
     add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
     add_records_flags(p)
     p.add_argument("--min-count", type=int, default=1, metavar="INT", help=MIN_COUNT_HELP)
@@ -312,7 +310,7 @@ def main() -> int:
     from training.run.state import InterruptedRun
 
     try:
-        importlib.import_module(args.module).command(args)
+        importlib.import_module(f"training.commands.{args.command}").command(args)
         sys.stdout.flush()
     except InterruptedRun as stop:
         print(stop, file=sys.stderr)

@@ -51,9 +51,9 @@ from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import conditions, figure, table
+from training.commands.inputs import encode_files, encoder_of
 from training.config import TrainConfig
 from training.fit.presets import SETTINGS
-from training.inputs import encode_files, encoder_of
 from training.measure.losses import piece_loss, split_losses, whole_loss
 from training.run.log import read_log
 from training.run.start import start

@@ -1,1 +1,1 @@
-"""The commands that a user types. Each module has the function `command` of the command of its name."""
+"""The commands that a user types. The function `command` of a module runs the command of its name."""

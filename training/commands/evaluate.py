@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 
 from service.model.tokenizer import UnknownCharacterError
-from training.inputs import encode_files, encoder_of, refusing, report_unknown, training_corpus, unknown_options
+from training.commands.inputs import (
+    encode_files,
+    encoder_of,
+    refusing,
+    report_unknown,
+    training_corpus,
+    unknown_options,
+)
 from training.measure.losses import bits, split_losses
 from training.messages import plural
 from training.model.loading import load_model

@@ -23,8 +23,8 @@ from service.text.model import TextModel
 from tests.helpers import VOCABULARY, random_model
 from tests.training.runs import crash, events, resume, start, tiny, weights
 from training import fused
+from training.commands.export import export
 from training.config import ConfigError
-from training.export import export
 from training.measure.losses import whole_loss
 from training.messages import Refusal
 from training.model import selfcheck

@@ -970,7 +970,7 @@ def test_a_full_memory_of_a_device_names_what_helps(tmp_path, monkeypatch, capsy
     def fail(args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(f"training.{'commands.train' if command == 'train' else command}.command", fail)
+    monkeypatch.setattr(f"training.commands.{command}.command", fail)
     assert call([command, *(["--checkpoint", tmp_path] if command == "sample" else [])]) == 1
     assert re.match(f"error: the device's memory is full: .*{remedy}", capsys.readouterr().err)
 

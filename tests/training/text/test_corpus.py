@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from tests.helpers import CORPUS
 from tests.training.runs import chunks_of
-from training import lecture
-from training.inputs import encode_files, encoder_of
+from training.commands import lecture
+from training.commands.inputs import encode_files, encoder_of
 from training.text import batches, files
 from training.text.batches import RecordSampler, WindowSampler, window_pieces
 from training.text.corpus import MIN_CHARACTERS, prepare, recode

@@ -17,9 +17,9 @@ from service.model.tokenizer import NEVER, UNKNOWN, CharTokenizer
 from service.text import work
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import STEPS, TEXT, chunks_of, crash, flags, resume, start, tiny, weights
+from training.commands.inputs import encoder_of
 from training.config import ConfigError
 from training.fit.origin import load_origin
-from training.inputs import encoder_of
 from training.measure.losses import whole_loss
 from training.run.saving import save_checkpoint
 from training.text.corpus import prepare

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from service.model.checkpoint import Checkpoint
 from tests.helpers import save_random
 from tests.training.runs import chunks_of
+from training.commands.inputs import encode_files, encoder_of
 from training.config import ConfigError, TrainConfig
-from training.inputs import encode_files, encoder_of
 from training.text.corpus import prepare
 from training.text.files import CHUNK_BYTES, DataError
 from training.text.records import Splitting, blocks, separator_between, split_printed

@@ -10,7 +10,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 from tests.helpers import VOCABULARY, random_model, save_random
-from training.export import export
+from training.commands.export import export
 from training.run.saving import save_checkpoint
 
 

@@ -22,11 +22,11 @@ from service import BUNDLED
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT, attend
 from service.text.model import TextModel
+from training.commands.sample import first_prompt
 from training.config import ConfigError
 from training.measure.losses import baselines
 from training.messages import plural, visible
 from training.model.loading import find_checkpoint, open_model
-from training.sample import first_prompt
 from training.text.batches import WindowSampler
 from training.text.corpus import Corpus, prepare
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests import reference
 from tests.helpers import call, random_model
-from training import lecture
+from training.commands import lecture
 from training.text.corpus import prepare
 
 TEXT = "".join(f"{i} bottles of beer on the wall, take {i % 7} down\n" for i in range(400))
@@ -111,7 +111,7 @@ def test_the_lecture_is_given(corpus, checkpoint, tmp_path, capsys):
 
 
 def test_the_document_shows_what_the_lecture_prints_and_names_its_functions():
-    text = (Path(lecture.__file__).parent / "LECTURE.md").read_text(encoding="utf-8")
+    text = (Path(lecture.__file__).parents[1] / "LECTURE.md").read_text(encoding="utf-8")
     shown = re.findall(r"^## (\d\. .*)$", text, re.M)
     assert len(shown) == 9
     names = set(re.findall(r"`lecture\.(\w+)`", text)) - {"png"}

@@ -9,9 +9,9 @@ import pytest
 from service.model.checkpoint import Checkpoint
 from service.text.model import TextModel
 from tests.helpers import random_model
+from training.commands.report import write_page
 from training.measure.copies import Examination, examine
 from training.model.loading import open_model
-from training.report import write_page
 from training.run.saving import save_checkpoint
 from training.text.corpus import prepare
 

@@ -286,7 +286,7 @@ def test_escapes():
 
 
 def test_sample_follows_patterns(checkpoint, output_of, error_of, monkeypatch):
-    monkeypatch.setattr("training.sample.MAX_RUNNING", 7)  # fewer than texts
+    monkeypatch.setattr("training.commands.sample.MAX_RUNNING", 7)  # fewer than texts
     command = ["sample", "--checkpoint", checkpoint, "--prompt", "The ", "--max-tokens", 20, "-n", 30]
     pattern = "[a-e]{2,5}( [f-z]+)?"
     texts = [record["text"] for record in score(output_of(*command, "--regex", pattern, "--format", "jsonl"))]

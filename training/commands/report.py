@@ -18,15 +18,15 @@ from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
 from service.text.model import TextModel
+from training.commands.inputs import refusing, training_corpus
+from training.commands.sample import MAX_RUNNING, check_counts, kept, report_cost, sample_of
 from training.config import ConfigError
-from training.inputs import refusing, training_corpus
 from training.measure.copies import MAX_SHOWN, NGRAM, Examination, examine
 from training.measure.losses import bits
 from training.messages import plural
 from training.model.loading import find_checkpoint, load_model, open_model
 from training.run.display import LOSSES, curves, figure_of, print_copies, verdict
 from training.run.log import read_log
-from training.sample import MAX_RUNNING, check_counts, kept, report_cost, sample_of
 from training.text.corpus import Corpus
 
 MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown on the page

@@ -19,11 +19,11 @@ from service.model.checkpoint import Checkpoint
 from service.text.model import TextModel
 from service.text.requests import MAX_ID
 from service.text.work import run
+from training.commands.inputs import encoder_of, refusing, report_unknown, training_corpus, unknown_options
+from training.commands.rows import write_rows
 from training.config import MAX_CANDIDATES, ConfigError
-from training.inputs import encoder_of, refusing, report_unknown, training_corpus, unknown_options
 from training.messages import Refusal, plural, unescaped, visible
 from training.model.loading import load_model, open_model
-from training.rows import write_rows
 from training.text.corpus import Corpus
 from training.text.records import separator_between, splitting_of
 

@@ -23,12 +23,12 @@ from service.local import Model, RequestError
 from service.model.tokenizer import CharTokenizer
 from service.text.encoding import unknown_characters
 from service.text.model import TextModel
+from training.commands.inputs import refusing, report_unknown, unknown_options
+from training.commands.rows import write_rows
 from training.config import ConfigError
-from training.inputs import refusing, report_unknown, unknown_options
 from training.measure.losses import Advance
 from training.messages import plural
 from training.model.loading import load_model, open_model
-from training.rows import write_rows
 from training.run.display import show_forwards
 from training.text.files import DataError
 from training.text.records import OF_TEXT, read_records, splitting_of
