@@ -104,6 +104,13 @@ def crash(after: int) -> Iterator[None]:
         yield
 
 
+def text_file(tmp_path: Path, text: str | bytes) -> Path:
+    """A file of this content."""
+    file = tmp_path / "text.txt"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return file
+
+
 def chunks_of(size: int, patch: pytest.MonkeyPatch) -> None:
     """Texts are read, encoded and counted in chunks of so many bytes or characters."""
     for module in (batches, corpus, files):
