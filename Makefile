@@ -76,7 +76,7 @@ test: $(VENV)/.installed-test ## install test dependencies and run the suite; AR
 
 # Over the environment of the tests, whose torch and test tools stay.
 LOWEST := $(VENV)/lowest
-LOWEST_TESTS ?= tests/test_settings.py tests/http/test_api.py tests/observe/test_metrics.py tests/training/test_log.py
+LOWEST_TESTS ?= tests/test_settings.py tests/http/test_api.py tests/observe/test_metrics.py tests/training/run/test_log.py
 test-lowest: $(VENV)/.installed-test ## run some fast tests with the lowest versions that pyproject.toml allows
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(BIN)/python -m tests.toolbox.lowest >$(LOWEST)/requirements.txt
@@ -89,7 +89,8 @@ test-lowest: $(VENV)/.installed-test ## run some fast tests with the lowest vers
 OPTIMIZED_TESTS ?= tests/test_toolbox.py::test_assert_statements_of_tests_are_executed tests/test_settings.py \
   tests/constrain tests/engine/test_scheduler.py tests/engine/test_worker.py \
   tests/model/test_sampling.py tests/model/test_tokenizer.py tests/http/test_api.py tests/http/test_bodies.py \
-  tests/http/test_patterns.py tests/http/test_records.py tests/training/test_data.py tests/training/test_records.py
+  tests/http/test_patterns.py tests/http/test_records.py tests/training/text/test_batches.py \
+  tests/training/text/test_corpus.py tests/training/text/test_files.py tests/training/text/test_records.py
 test-optimized: $(VENV)/.installed-test ## run fast tests with Python's -O, under which the service has no assert statements
 	PYTHONOPTIMIZE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder \
 	  -W 'ignore:assertions not in test modules:pytest.PytestConfigWarning' $(OPTIMIZED_TESTS) $(ARGS)

@@ -34,20 +34,21 @@ ON_DEMAND = ("chaos", "cuda", "slow", "tools")
 # The files that take longest come first, so that none of them is left for one of several processes at the end.
 # test_swarm.py not while test_compose.py runs. test_api.py stands for all of TOGETHER.
 LONGEST = """
-    deploy/test_compose.py bench/test_bench.py deploy/test_container.py http/test_api.py training/test_training.py
+    deploy/test_compose.py bench/test_bench.py deploy/test_container.py http/test_api.py training/run/test_training.py
     test_supervision.py deploy/test_proxies.py http/test_page.py engine/test_engine.py test_server.py
-    http/test_bodies.py test_checkpoints.py http/test_prefix_leaks.py training/test_distributed.py
-    http/test_counted.py http/test_attacks.py http/test_protocol.py deploy/test_swarm.py training/test_commands.py
-    http/test_lease.py http/test_exact.py text/test_exact.py engine/test_native.py test_changed_model.py
-    engine/test_cuda.py training/test_score.py observe/test_tracing.py http/test_jdk.py observe/test_metrics.py
-    observe/test_logs.py constrain/test_regex.py training/test_plan.py training/test_export.py
-    http/test_openapi.py deploy/test_kubernetes.py deploy/test_deploy.py test_blocks.py test_install.py
+    http/test_bodies.py test_checkpoints.py http/test_prefix_leaks.py training/run/test_distributed.py
+    http/test_counted.py http/test_attacks.py http/test_protocol.py deploy/test_swarm.py
+    training/commands/test_commands.py http/test_lease.py http/test_exact.py text/test_exact.py engine/test_native.py
+    test_changed_model.py engine/test_cuda.py training/commands/test_score.py observe/test_tracing.py http/test_jdk.py
+    observe/test_metrics.py observe/test_logs.py constrain/test_regex.py training/fit/test_minutes.py
+    training/commands/test_export.py http/test_openapi.py deploy/test_kubernetes.py deploy/test_deploy.py
+    test_blocks.py test_install.py
 """.split()
 
 # For one process of several: importing transformers takes seconds.
 TOGETHER = """
     http/test_api.py model/test_checkpoint.py model/test_model.py model/test_sampling.py http/test_records.py
-    training/test_min_count.py test_end_to_end.py
+    training/text/test_min_count.py test_end_to_end.py
 """.split()
 
 

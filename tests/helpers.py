@@ -28,7 +28,7 @@ from tests.toolbox.http import PATIENCE
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import CORPUS as CORPUS
 from tests.toolbox.needs import program
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 
 # A connection per request, as httpx.get makes, without reading the system's certificates each time (25 ms).
 # "close" ends it with its answer: an idle one, httpcore may hand to one thread while it closes it for another.

@@ -111,6 +111,22 @@ def test_a_step_of_a_request_imports_only_earlier_ones():
             assert not late, f"{module} imports {late}"
 
 
+# The folders of training/ and what they share. Text knows nothing of settings, and a model nothing of a run.
+ROOMS = ("messages", "folders", "fused", "text", "config", "model", "measure", "fit", "run", "commands", "__main__")
+
+
+def test_a_folder_of_training_imports_only_those_above_it():
+    def place(module):
+        return next((i for i, room in enumerate(ROOMS) if f"{module}.".startswith(f"training.{room}.")), -1)
+
+    for path in FILES:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if module.startswith("training.") and module != "training.__init__":
+            assert place(module) >= 0, f"{module} is in no folder"
+            late = [imported for imported in imports(path) if place(imported) > place(module)]
+            assert not late, f"{module} imports {late}"
+
+
 def test_no_modules_import_each_other_in_a_circle():
     """Typing included: what each of them is can be read without the others."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
@@ -141,9 +157,10 @@ LIGHT = (
             ("service.server", {"prometheus_client"}),
         ],
         [
-            ("training.data", {"training"}),
-            ("service.model.gpt, service.engine.engine", {"torch"}),
-            ("training.__main__, training.jobs, training.evaluate", {"pydantic"}),
+            ("training.text.corpus, training.config, training.fit.minutes, training.commands.prepare", {"training"}),
+            ("training.measure.copies, training.fit.warnings, training.commands.inputs", {"pydantic"}),
+            ("service.model.gpt, service.engine.engine, training.model.device", {"torch"}),
+            ("training.__main__, training.commands.train, training.commands.evaluate", set()),
         ],
     ],
 )

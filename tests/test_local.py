@@ -23,7 +23,8 @@ from tests.http.programs import changed
 from tests.toolbox.launch import ROOT
 from tests.toolbox.replay import make_models
 from tests.toolbox.requests import make_requests
-from training import inputs, sample, score
+from training.commands import sample, score
+from training.model import loading
 
 NAMES = ("texts", "records", "rare", "blocks")
 OF_SERVER = {"model", "timeout_seconds", "priority", "strict", "stream", "stream_options", "stream_interval"}
@@ -264,7 +265,7 @@ def in_words(message):
 
 def test_random_requests_have_the_answers_that_commands_print(server, folder, tmp_path, capsys, monkeypatch):
     options = {"device": "cpu", "threads": 1}
-    loaded = functools.cache(lambda path: inputs.load_model(argparse.Namespace(checkpoint=path, **options)))
+    loaded = functools.cache(lambda path: loading.load_model(argparse.Namespace(checkpoint=path, **options)))
     for module in (sample, score):
         monkeypatch.setattr(module, "load_model", lambda args: loaded(args.checkpoint))
     requests, counts = list(asked(4000)), Counter()

@@ -1,7 +1,7 @@
 """The commands: python -m training prepare | train | evaluate | sample | score | report | export | lecture.
 
 `chargpt train` and so on run the same commands. This module defines their flags. Each command calls the function
-`command` of its own module.
+`command` of the module of its name in training/commands.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from training.config import (
     TrainConfig,
 )
 from training.messages import Refusal, program, unescaped, visible
-from training.records import LINES
+from training.text.records import LINES
 
 ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
 HELP_ALL = "--help-all"
@@ -82,13 +82,13 @@ def build_parser(show_all: bool = False) -> Parser:
     parser.add_argument("--version", action="version", version=f"chargpt {release()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, help: str, module: str | None = None, is_common: bool = True) -> Parser:
+    def command(name: str, help: str, is_common: bool = True) -> Parser:
         listed: dict[str, Any] = {"help": help} if is_common or show_all else {}
         added: Parser = commands.add_parser(name, description=help, **listed)
-        added.set_defaults(module=f"training.{module or name}", parser=added)
+        added.set_defaults(parser=added)
         return added
 
-    p = command("train", "train a model; losses are in nats per character", "jobs")
+    p = command("train", "train a model; losses are in nats per character")
     p.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="the run's folder")
     p.add_argument("--preset", choices=PRESETS, help="defaults of the other flags (default: cpu)")
     p.add_argument("--resume", action="store_true", help="continue the run in --out, with its settings")
@@ -163,7 +163,7 @@ def build_parser(show_all: bool = False) -> Parser:
     p.add_argument("--to", choices=("gguf", "onnx"), required=True, help="gguf: llama.cpp; onnx: onnxruntime")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
 
-    p = command("prepare", "encode a text and store it in the cache; train does this too", "data", is_common=False)
+    p = command("prepare", "encode a text and store it in the cache; train does this too", is_common=False)
     add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
     add_records_flags(p)
     p.add_argument("--min-count", type=int, default=1, metavar="INT", help=MIN_COUNT_HELP)
@@ -273,7 +273,7 @@ def add_unknown_flags(
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `inputs.load_model` reads: the checkpoint, the device and the threads."""
+    """Add the flags that `loading.load_model` reads: the checkpoint, the device and the threads."""
     add_checkpoint_flag(parser)
     parser.add_argument("--device", choices=get_args(Device), default="auto", help="auto: cuda, else cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
@@ -306,11 +306,11 @@ def main() -> int:
     args = build_parser(HELP_ALL in sys.argv).parse_args()
     from service.model.checkpoint import CheckpointError
     from service.model.tokenizer import UnknownCharacterError
-    from training.distributed import LostProcessError
-    from training.run import InterruptedRun
+    from training.run.distributed import LostProcessError
+    from training.run.state import InterruptedRun
 
     try:
-        importlib.import_module(args.module).command(args)
+        importlib.import_module(f"training.commands.{args.command}").command(args)
         sys.stdout.flush()
     except InterruptedRun as stop:
         print(stop, file=sys.stderr)
@@ -338,7 +338,7 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         status = main()
-        from training.distributed import exit_if_distributed
+        from training.run.distributed import exit_if_distributed
 
         exit_if_distributed(status)
         sys.exit(status)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from service import installing
 from service.model.config import BOUNDS, GPTConfig
 from training.messages import Refusal
-from training.records import LINES
+from training.text.records import LINES
 
 
 class ConfigError(Refusal):
@@ -36,6 +36,9 @@ def option(default: Any, help: str, bounds: tuple[float, float] | None = None, i
 expert = functools.partial(option, is_common=False)
 
 
+# With score_chars "auto" the final report scores this share of the characters trained on, over all its scorings, or the
+# minimum, in characters. At that share, scoring takes less than a tenth of the run's time.
+SCORED_SHARE, MIN_SCORED = 1 / 8, 20_000
 MIN_WINDOW = 16  # characters; a model learns little from shorter windows
 MAX_CANDIDATES = 10_000  # default of sample --exact: the average number of candidates for a text
 DATA_HELP = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"

@@ -8,7 +8,7 @@
     ngrams.bin             optional: n-grams of the training text, see ngrams.py
     manifest.json          SHA-256 and size of every other file
 
-training/saving.py writes checkpoints. Loading trusts no file: it checks the name, type and size of a file before
+training/run/saving.py writes checkpoints. Loading trusts no file: it checks the name, type and size of a file before
 reading it, the SHA-256 before parsing it, and then every value. It reads only JSON and safetensors, never pickle. Only
 `load_model` imports torch, so all other methods work without torch.
 """

@@ -24,7 +24,7 @@ import torch
 
 from service.settings import cpus_per_worker
 from tests.toolbox.figures import dumps
-from training.device import machine
+from training.model.device import machine
 
 BUSY_LOAD = 0.5  # load average above which figures are unreliable
 

@@ -34,7 +34,7 @@ from tests.helpers import serving
 from tests.toolbox import load
 from tests.toolbox.figures import figure, table
 from training.config import TrainConfig
-from training.recipe import SETTINGS
+from training.fit.presets import SETTINGS
 
 from . import peers
 from .command import BenchError, Run, build_parser, in_child

@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """`config` and `head` are named as training.evaluate expects."""
+    """`config` and `head` are named as training.measure expects."""
 
     def __init__(self, recipe: Recipe, vocab_size: int):
         super().__init__()

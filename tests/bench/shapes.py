@@ -12,7 +12,7 @@ from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.settings import BUNDLED
 from tests.helpers import random_model
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 
 # The characters of tiny Shakespeare.
 VOCABULARY = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

@@ -51,13 +51,16 @@ from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import conditions, figure, table
-from training import jobs
+from training.commands.inputs import encode_files, encoder_of
 from training.config import TrainConfig
-from training.data import TINYSHAKESPEARE, DataError, prepare, record_pieces
-from training.evaluate import piece_loss, split_losses, whole_loss
-from training.inputs import OF_LINES, encode_files, encoder_of
-from training.log import read_log
-from training.recipe import SETTINGS
+from training.fit.presets import SETTINGS
+from training.measure.losses import piece_loss, split_losses, whole_loss
+from training.run.log import read_log
+from training.run.start import start
+from training.text.batches import record_pieces
+from training.text.corpus import prepare
+from training.text.files import TINYSHAKESPEARE, DataError
+from training.text.records import OF_LINES
 
 from . import nanogpt
 from .command import BenchError, Progress, Run, add_only, build_parser, in_child, run_checked
@@ -105,7 +108,7 @@ PROBE_STEPS, EVALUATIONS, MAKEMORE_STEPS = 200, 8, 20_000
 def trained(config: TrainConfig, out: Path, adaptable: Set[str] = frozenset()) -> None:
     """Replace the folder `out` by that of a run."""
     shutil.rmtree(out, ignore_errors=True)
-    jobs.start(config, out, Console(stderr=True, highlight=False), adaptable=adaptable)
+    start(config, out, Console(stderr=True, highlight=False), adaptable=adaptable)
 
 
 def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:

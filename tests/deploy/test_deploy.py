@@ -18,7 +18,7 @@ from tests.deploy.stack import DEPLOY, ROOT, run
 from tests.helpers import ENDLESS, VOCABULARY, random_model, serving, wait_until, web
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import program
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 
 PROMETHEUS, GRAFANA = DEPLOY / "prometheus", DEPLOY / "grafana"
 DASHBOARD = (GRAFANA / "dashboards" / "chargpt.json").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ from tests.engine.test_cuda import runner_of
 from tests.helpers import VOCABULARY, random_model
 from tests.model.test_sampling import random_params
 from tests.sampler import History, sample
-from training.evaluate import streamed_loss
+from training.measure.losses import streamed_loss
 
 ON_CPU = ["torch"] if native.why_not() else ["native", "torch"]
 

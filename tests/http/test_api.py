@@ -20,7 +20,7 @@ from tests.helpers import ENDLESS, VOCABULARY, lasting, save_random, serving, we
 from tests.http.programs import changed
 from tests.toolbox.http import PATIENCE, events, pieces, sent, text_of
 from tests.toolbox.http import post as written
-from training.evaluate import streamed_loss
+from training.measure.losses import streamed_loss
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.http.programs import TIMELESS
 from tests.text.test_exact import CHARACTERS, chances, p_value, record, regex
 from tests.toolbox.http import pieces, sent
 from tests.toolbox.http import post as http_post
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 
 BB = {"prompt": "", "regex": "[ab]*bb[ab]*", "max_tokens": 5, "exact": True}
 

@@ -10,9 +10,9 @@ from service.model.tokenizer import CharTokenizer
 from service.text.model import TextModel
 from tests.helpers import VOCABULARY, lasting, random_model, web
 from tests.toolbox.http import pieces, text_of
-from training.inputs import open_model
-from training.saving import save_checkpoint
-from training.score import Tally, score_lines
+from training.commands.score import Tally, score_lines
+from training.model.loading import open_model
+from training.run.saving import save_checkpoint
 
 
 @pytest.fixture(scope="module")

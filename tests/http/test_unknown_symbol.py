@@ -7,7 +7,7 @@ from service.catalog import Catalog
 from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import NEVER, UNKNOWN, CharTokenizer
 from tests.helpers import VOCABULARY, exact, lasting, random_model, web
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,10 @@ from service.model.ngrams import NGRAMS
 from service.settings import BUNDLED, Settings
 from tests.helpers import CORPUS, web
 from training.config import TrainConfig
-from training.data import TINYSHAKESPEARE_SHA256, encode_array, prepare
-from training.evaluate import whole_loss
+from training.measure.losses import whole_loss
+from training.text.corpus import prepare
+from training.text.encoding import encode_array
+from training.text.files import TINYSHAKESPEARE_SHA256
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,9 @@ from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, random_model, save_random
 from tests.toolbox.launch import ROOT
 from tests.toolbox.needs import missing
-from training import saving
 from training.folders import replacing_folder, restore_folder
-from training.saving import save_checkpoint
+from training.run import saving
+from training.run.saving import save_checkpoint
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

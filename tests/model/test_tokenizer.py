@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.model.tokenizer import NEVER, UNKNOWN, CharTokenizer, UnknownCharacterError
-from training.data import encode_array
+from training.text.encoding import encode_array
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 

@@ -25,7 +25,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import ENDLESS, PATIENCE, VOCABULARY, RunningServer, overflow, random_model, serving, wait_until, web
 from tests.toolbox.http import sent
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 
 ALWAYS = {"timestamp", "level", "logger", "process", "pid", "message"}
 MARKER = "SecretMarker"

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import pytest
 
-from training.data import cache_dir
+from training.text.files import cache_dir
 
 VARIABLE = "CHARGPT_REQUIRE"
 PROGRAMS = {  # by area

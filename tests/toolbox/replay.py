@@ -30,7 +30,7 @@ from tests.helpers import VOCABULARY, random_model, serving
 from tests.toolbox.http import DONE, events, sent
 from tests.toolbox.launch import ROOT
 from tests.toolbox.requests import KEY, ORIGIN, Request, make_requests
-from training.saving import save_checkpoint
+from training.run.saving import save_checkpoint
 
 THREADS = 4
 SETTINGS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {  # models, settings

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training import loop
+from training.run import loop
 
 PEAK, DRAW, PICTURE = functools.cache(loop.matmul_peak), loop.draw_curves, list[bytes]()
 

@@ -16,10 +16,13 @@ import pytest
 from rich.console import Console
 
 from tests.toolbox.launch import free_port
-from training import jobs, loop
 from training.__main__ import main
 from training.config import TrainConfig
-from training.loop import Run
+from training.run import loop
+from training.run.loop import Run
+from training.run.resume import resume as resume_run
+from training.run.start import start as start_run
+from training.text import batches, corpus, files
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
 STEPS = {"steps": 24, "batch_size": 4, "warmup_steps": 4, "eval_every": 8, "log_every": 3, "sample_chars": 10}
@@ -36,11 +39,11 @@ def tiny(folder: Path, **changes: object) -> TrainConfig:
 
 
 def start(config: TrainConfig, out: Path, console: Console | None = None, **options: bool) -> None:
-    jobs.start(config, out, console or Console(quiet=True), **options)
+    start_run(config, out, console or Console(quiet=True), **options)
 
 
 def resume(out: Path, changes: dict[str, object] | None = None, **options: str) -> None:
-    jobs.resume(out, changes or {}, Console(quiet=True), **options)
+    resume_run(out, changes or {}, Console(quiet=True), **options)
 
 
 class Fork:
@@ -48,7 +51,7 @@ class Fork:
 
     def __init__(self, *arguments: object, **variables: str):
         forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(["tests.training.runs", "training.loop"])
+        forks.set_forkserver_preload(["tests.training.runs", "training.run.state.loop"])
         self.process = forks.Process(target=_train, args=({**os.environ, **variables}, [*map(str, arguments)]))
         self.process.start()
         self.pid = self.process.pid
@@ -99,6 +102,19 @@ def crash(after: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(Run, "step", fail)
         yield
+
+
+def text_file(tmp_path: Path, text: str | bytes) -> Path:
+    """A file of this content."""
+    file = tmp_path / "text.txt"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return file
+
+
+def chunks_of(size: int, patch: pytest.MonkeyPatch) -> None:
+    """Texts are read, encoded and counted in chunks of so many bytes or characters."""
+    for module in (batches, corpus, files):
+        patch.setattr(module, "CHUNK_BYTES", size)
 
 
 def weights(out: Path) -> list[str]:

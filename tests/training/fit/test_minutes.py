@@ -1,0 +1,152 @@
+"""What `--minutes` decides, for speeds that the tests choose; and a run of it, as a user starts one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from service.model.checkpoint import Checkpoint
+from tests.helpers import save_random
+from tests.training.run.test_training import TEXT, call, flags
+from training.config import MIN_SCORED, SCORED_SHARE, TrainConfig
+from training.fit.minutes import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan, Speed
+from training.fit.presets import EPOCHS, SETTINGS
+from training.text.corpus import prepare
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A text of 1.3 MB."""
+    return prepare_lines(tmp_path_factory.mktemp("plan"), 500)
+
+
+def prepare_lines(folder, count):
+    (folder / "lines.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(count * TEXT.splitlines())))
+    return prepare(str(folder / "lines.txt"))
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Plans a run. speed: characters/s times the model's parameters, each of them measured in 0.1 s. An evaluation is
+    `faster` times as fast.
+    """
+    now = 0.0
+    monkeypatch.setattr("training.fit.minutes.time.monotonic", lambda: now)
+
+    def make(corpus, minutes, speed, adaptable=SETTINGS, parts=1, faster=3.0, **settings):
+        def measure(config):
+            nonlocal now
+            now += 0.1
+            trained = speed / config.model_config(corpus.tokenizer.vocab_size).num_parameters
+            return Speed(trained, faster * trained)
+
+        return Plan(TrainConfig(minutes=minutes, **settings), corpus, adaptable, parts, measure)
+
+    return make
+
+
+def size_of(config):
+    return config.n_layer, config.n_embd
+
+
+def test_more_minutes_give_larger_models_and_no_more_steps_than_the_time_has(plan, corpus):
+    speed, sizes = 2e10, []
+    for minutes in (0.1, 1, 4, 15, 60):
+        found = plan(corpus, minutes, speed)
+        characters = found.config.steps * found.config.tokens_per_step
+        assert found.seconds_left < 60 * minutes * TRAINED_SHARE, "what was measured took time"
+        allowed = min(found.rate.trained * found.seconds_left, EPOCHS * found.length)
+        assert found.config.steps > 100 and allowed - found.config.tokens_per_step < characters <= allowed
+        assert found.parameters(found.config) <= MOST_PARAMETERS * found.length
+        if size_of(found.config) != (LADDER[0]["n_layer"], LADDER[0]["n_embd"]):
+            assert found.rate.trained * found.seconds_left >= ENOUGH_FOR_DEPTH * found.parameters(found.config)
+        sizes.append(found.parameters(found.config))
+    assert sizes == sorted(sizes) and len(set(sizes)) >= 3
+
+
+def test_a_text_that_is_too_short_for_the_time_ends_the_run_early(plan, corpus, tmp_path):
+    found = plan(corpus, 10_000, 2e10)
+    assert found.config.steps * found.config.tokens_per_step == pytest.approx(EPOCHS * found.length, rel=0.01)
+    assert found.config.dropout > 0 and found.config.patience
+    [chosen, short] = found.explanation()
+    assert "10000 minutes" in chosen and "seen the text 10 times" in short
+    few = prepare_lines(tmp_path, 40)
+    found = plan(few, 60, 2e10)
+    assert found.config.tokens_per_step == 1024, "few steps, which are smaller"
+    assert found.config.dropout > 0.1 and found.config.patience
+
+
+def test_a_time_that_is_too_short_is_said(plan, corpus):
+    found = plan(corpus, 0.01, 2e10)
+    assert found.config.steps == 100
+    [_, late] = found.explanation()
+    assert "the run takes about" in late and "fewer than 100 steps" in late
+
+
+@pytest.mark.parametrize("faster", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("minutes", [0.5, 1, 4])
+def test_evaluations_and_scores_end_in_time_at_any_speed(plan, corpus, minutes, faster):
+    """A slow machine once evaluated 270,000 characters beside 102,000 trained ones. A fast one still does."""
+    evaluated = []
+    for speed in (3e8, 1e9, 1e10, 1e11):
+        found = plan(corpus, minutes, speed, faster=faster)
+        config, rate, val = found.config, found.rate, len(corpus.val)
+        steps, trained = config.steps, config.steps * config.tokens_per_step
+        evaluations = sum(step % config.eval_every == 0 or step == steps for step in range(1, steps + 1))
+        each = min(val, max(config.eval_chars, config.block_size))
+        auto = max(MIN_SCORED, trained * SCORED_SHARE / 2)
+        scored = 2 * min(val, auto if config.score_chars == "auto" else int(config.score_chars))
+        seconds = trained / rate.trained + (evaluations * each + scored) / rate.evaluated
+        assert seconds <= 1.01 * max(60 * minutes, trained / rate.trained / TRAINED_SHARE)
+        assert evaluations >= 4
+        evaluated.append(config.eval_chars)
+    assert faster < 3 or evaluated[-1] >= 30_000
+    assert minutes > 0.5 or evaluated[0] < 30_000
+
+
+def test_what_the_user_sets_stays(plan, corpus):
+    given = {"n_layer": 3, "batch_size": 5, "dropout": 0.2}
+    found = plan(corpus, 15, 2e10, SETTINGS - given.keys(), **given).config
+    assert given == {name: getattr(found, name) for name in given}
+    assert found.n_embd == TrainConfig().n_embd  # sizes belong together
+    assert plan(corpus, 4, 2e10, parts=3).config.batch_size % 3 == 0
+
+
+def test_a_run_of_minutes_is_repeated_by_what_it_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("training.run.start.measured_speed", lambda *_: Speed(1_500.0, 1_500.0))
+    (tmp_path / "text.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(20 * TEXT.splitlines())))
+    common = {"data": tmp_path / "text.txt", "threads": 1, "dtype": "float32", "sample_chars": 0}
+    small = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
+    assert call(["train", *flags(out=tmp_path / "a", minutes=1, **common, **small)]) == 0
+    [chosen] = re.findall(r"measured here:(.*); each can be set", capsys.readouterr().err)
+    again = [*flags(out=tmp_path / "b", **common, **small), *chosen.split()]
+    assert call(["train", *again]) == 0
+    one, two = (Checkpoint.read(tmp_path / name / "best") for name in "ab")
+    assert (one.path / "model.safetensors").read_bytes() == (two.path / "model.safetensors").read_bytes()
+    recipes = [each.training["recipe"] for each in (one, two)]
+    assert [recipe.pop("minutes") for recipe in recipes] == [1, 0] and recipes[0] == recipes[1]
+    assert recipes[0]["steps"] > 100
+    assert call(["train", "--resume", *flags(out=tmp_path / "a", minutes=1)]) == 0
+    assert "is already finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_minutes_of_records_and_of_a_checkpoint(tmp_path, is_tuned):
+    (tmp_path / "text.txt").write_text("".join(f"{line}{i}\n" for i, line in enumerate(20 * TEXT.splitlines())))
+    fields = {"data": tmp_path / "text.txt", "threads": 1, "dtype": "float32", "sample_chars": 0, "minutes": 0.001}
+    if is_tuned:
+        save_random(tmp_path / "start", "".join(sorted({*(tmp_path / "text.txt").read_text()})))
+        fields |= {"init_from": tmp_path / "start"}
+    else:
+        fields |= {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
+    assert call(["train", *flags(out=tmp_path / "out", **fields), *([] if is_tuned else ["--records"])]) == 0
+    recipe = Checkpoint.read(tmp_path / "out" / "best").training["recipe"]
+    assert (recipe["steps"], recipe["minutes"]) == (100, 0.001)
+    assert (recipe["muon_lr"] == 0.01) == is_tuned, "a rate of fine-tuning"
+
+
+@pytest.mark.parametrize("other", [["--preset", "quick"], ["--steps", "7"]])
+def test_minutes_exclude_what_they_decide(tmp_path, capsys, other):
+    assert call(["train", *flags(data=tmp_path, out=tmp_path / "out", minutes=2), *other]) == 1
+    assert f"--minutes 2 decides what {' '.join(other)} does; pass only one" in capsys.readouterr().err

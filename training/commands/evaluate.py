@@ -1,0 +1,46 @@
+"""The command `evaluate`: print the losses of a checkpoint on its validation split, or on another text."""
+
+from __future__ import annotations
+
+import argparse
+
+from service.model.tokenizer import UnknownCharacterError
+from training.commands.inputs import (
+    encode_files,
+    encoder_of,
+    refusing,
+    report_unknown,
+    training_corpus,
+    unknown_options,
+)
+from training.measure.losses import bits, split_losses
+from training.messages import plural
+from training.model.loading import load_model
+from training.text.files import DataError, find_texts, read_text
+from training.text.records import splitting_of
+
+
+def command(args: argparse.Namespace) -> None:
+    checkpoint, model = load_model(args)
+    records, train = checkpoint.record_end is not None, None
+    if args.data is None:
+        corpus = training_corpus(checkpoint, args)
+        ids, train, scored = corpus.val, corpus.train, f"validation split of {corpus.name}"
+    else:
+        notes: set[str] = set()
+        encoder = encoder_of(checkpoint.tokenizer, **unknown_options(args))
+        files = find_texts(args.data, args.glob or (), args.exclude or (), notes)
+        try:
+            with refusing():
+                ids = encode_files(files, encoder, splitting_of(checkpoint))
+        except UnknownCharacterError as error:
+            count = sum(c not in checkpoint.tokenizer for text in read_text(files) for c in text)
+            many = f"one of {plural(count, 'character')} that are not; " if count > 1 else ""
+            raise DataError(f"{error}, {many}--unknown-characters drop or replace scores the rest") from None
+        scored = " ".join(args.data)
+        report_unknown(encoder.replaced, encoder.dropped)
+        for note in sorted(notes):
+            print(note)
+    print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
+    for name, loss in split_losses(model, ids, records=records, train=train).items():
+        print(f"{name:<9} {loss:.4f} nats  {bits(loss):.4f} bits per character")

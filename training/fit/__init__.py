@@ -1,0 +1,1 @@
+"""The settings that the user left open, fitted to text, time and machine."""

@@ -1,0 +1,1 @@
+"""What computes a step, and the models that are loaded."""

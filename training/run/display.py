@@ -1,0 +1,280 @@
+"""Display a run: the progress bar, a line per evaluation, the final report and the curves."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from training.config import TrainConfig
+from training.measure.losses import Scores, bits
+from training.messages import plural, say
+from training.run.log import read_log
+from training.run.saved import Progress
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RECENT = 50  # steps whose mean loss the bar shows
+LINE_SECONDS = 10.0  # seconds between two lines of progress if no bar is shown
+NOISE = 0.005  # difference in validation loss, in nats, that another seed makes too
+TRAIN_COLOR, VAL_COLOR, BEST_COLOR = "tab:blue", "tab:orange", "tab:green"
+LOSSES = {  # losses in the final report, each with a description of its predictor
+    "uniform": "guessing all characters alike",
+    "unigram": "guessing by how often each character occurs",
+    "bigram": "counting pairs of characters",
+    "whole": "this model, in windows",
+    "streamed": "this model, streamed",
+    "unseen": "this model, records not in the training split too",
+}
+BASELINES = ("uniform", "unigram", "bigram")
+
+
+class ProgressView(Bar):
+    """Shows a progress bar on terminals, a line every LINE_SECONDS elsewhere, and a line per evaluation on both.
+
+    The bar's loss is the mean of the last RECENT steps. An evaluation's training loss is the mean of all steps since
+    the previous evaluation.
+    """
+
+    def __init__(self, console: Console, config: TrainConfig):
+        super().__init__(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.config = config
+        self.losses: deque[float] = deque(maxlen=RECENT)
+        self.line_at = time.monotonic() + LINE_SECONDS
+        self.task = self.add_task("", total=config.steps, figures="")
+
+    def show_step(self, progress: Progress, loss: float) -> None:
+        self.losses.append(loss)
+        rate = progress.characters / progress.elapsed_seconds
+        mean = sum(self.losses) / len(self.losses)
+        figures = f"loss {mean:.3f} in {plural(len(self.losses), 'step')} · {rate:,.0f} characters/s"
+        self.update(self.task, completed=progress.step, figures=figures)
+        if not self.console.is_terminal and time.monotonic() >= self.line_at:
+            self.line_at = time.monotonic() + LINE_SECONDS
+            say(self.console, f"step {progress.step}/{self.config.steps}  {figures}")
+
+    def show_evaluation(self, progress: Progress, record: dict[str, Any]) -> None:
+        self.line_at = time.monotonic() + LINE_SECONDS
+        val = record["val_loss"]
+        best = " (best)" if progress.best_step == progress.step else ""
+        train = ""
+        if "mean_train_loss" in record:
+            train = f"  train {record['mean_train_loss']:.4f} in {plural(record['mean_of_steps'], 'step')}"
+        rate = progress.characters / max(progress.elapsed_seconds, 1e-9)
+        say(
+            self.console,
+            f"step {progress.step}/{self.config.steps}{train}  val {val:.4f} nats, "
+            f"{bits(val):.4f} bits{best}  {rate:,.0f} characters/s  {progress.elapsed_seconds:.0f} s",
+        )
+        if "sample" in record:
+            say(self.console, record["sample"], style="dim")
+
+
+@contextlib.contextmanager
+def show_forwards(console: Console, what: str, total: int, unit: str = "characters") -> Iterator[Callable[[int], None]]:
+    """Show how much of a text has gone through a model: a bar on terminals, elsewhere a line every LINE_SECONDS.
+
+    Yields a function to call after each forward with its number of characters, or of another unit. total: about the
+    number in all forwards.
+    """
+    done = 0
+    started = line_at = time.monotonic()
+    columns = (TextColumn(what), BarColumn(), TimeRemainingColumn())
+    # Printed text must stay on standard output, which may be a file; rich would redirect it to the console.
+    is_hidden = not console.is_terminal
+    with Bar(*columns, console=console, disable=is_hidden, transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(count: int) -> None:
+            nonlocal done, line_at
+            done = min(total, done + count)
+            bar.update(task, completed=done)
+            now = time.monotonic()
+            if not console.is_terminal and now - line_at >= LINE_SECONDS:
+                line_at, left = now, (now - started) * (total / done - 1)
+                say(console, f"{what}: {done:,} of {total:,} {unit}, {left:.0f} s left")
+
+        yield advance
+
+
+def print_report(
+    console: Console,
+    config: TrainConfig,
+    progress: Progress,
+    losses: dict[str, float],
+    speed: dict[str, float],
+    out: Path,
+    scores: Scores,
+    val_characters: int,
+) -> None:
+    """Print the losses of the best weights and of the baselines, overfitting, speed and the paths of the results."""
+    _print_losses(console, losses, scores, val_characters)
+    _print_evaluations(console, config, progress, out, val_characters)
+    say(
+        console,
+        f"{plural(progress.characters, 'character')} in {progress.elapsed_seconds:.0f} s of training: "
+        f"{speed['characters_per_second']:,.0f} characters/s, {speed['peak_share']:.0%} of this machine's measured "
+        f"matrix-product peak of {speed['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s; "
+        f"best at step {progress.best_step}\ncheckpoint {out / 'best'}   curves {out / 'loss.png'}   "
+        f"log {out / 'log.jsonl'}",
+    )
+
+
+def _print_losses(console: Console, losses: dict[str, float], scores: Scores, val_characters: int) -> None:
+    table = Table("", "loss per character, validation split", "nats", "bits")
+    for name in filter(losses.__contains__, LOSSES):
+        is_sampled = name in scores.losses and scores.standard_error is not None
+        error = f" ± {scores.standard_error:.4f}" if is_sampled else ""
+        table.add_row(name, LOSSES[name], f"{losses[name]:.4f}{error}", f"{bits(losses[name]):.4f}")
+    console.print(table)
+    if scores.standard_error is not None:
+        say(
+            console,
+            f"this model was scored on a sample: {scores.characters:,} of {plural(val_characters, 'character')}; ±: "
+            "standard error. --score-chars all scores the rest",
+        )
+    if warning := verdict(losses):
+        say(console, warning)
+
+
+def _print_evaluations(
+    console: Console, config: TrainConfig, progress: Progress, out: Path, val_characters: int
+) -> None:
+    """Print the losses at the best and the last step, and whether the run stopped early or overfits."""
+    records = read_log(out)
+    evaluations = {r["step"]: r for r in records if r["event"] == "evaluation"}
+    val = {step: r["val_loss"] for step, r in evaluations.items()}
+    part = f", first {plural(config.eval_chars, 'character')}" if 0 < config.eval_chars < val_characters else ""
+    table = Table("step", "training loss", f"validation loss{part}, in {config.dtype}")
+    best, last = progress.best_step, max(val)
+    train = {s: evaluations[s].get("mean_train_loss", math.nan) for s in (best, last) if s is not None}
+    for step, loss in train.items():
+        name = f"{step} (best)" if step == best else f"{step} (last)"
+        table.add_row(name, "" if math.isnan(loss) else f"{loss:.4f}", f"{val[step]:.4f}")
+    console.print(table)
+    if progress.step < config.steps:
+        say(
+            console,
+            f"stopped early at step {progress.step} of {config.steps}: the validation loss has not improved in "
+            f"{plural(config.patience, 'evaluation')} since step {best}",
+        )
+    if best is not None and val[last] > val[best] + NOISE and train[last] < train[best]:
+        say(
+            console,
+            f"overfitting: since step {best} the validation loss has risen by {val[last] - val[best]:.4f} and the "
+            f"training loss has fallen by {train[best] - train[last]:.4f}; the checkpoint is from step {best}. Train "
+            "on more text, a smaller model, fewer steps, or with more --dropout or --weight-decay"
+            + ("" if config.patience else "; --patience stops early"),
+        )
+
+
+def verdict(losses: dict[str, float]) -> str | None:
+    """Return a warning that names a baseline if the model is no better than it, else None."""
+    loss = min(losses["whole"], losses["streamed"])
+    for name in BASELINES:
+        if loss >= losses[name]:
+            return (
+                f"the best weights are no better than {LOSSES[name]}: {loss:.4f} nats on the validation split, {name} "
+                f"{losses[name]:.4f}. Train on more text or for more steps; a large model of a small text memorizes it "
+                "instead, and a validation split unlike the training split cannot be predicted"
+            )
+    return None
+
+
+def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
+    """Print the figures of `copies.describe_copies` or `describe_records`, one column per text."""
+    table = Table("", *texts)
+    for name in next(iter(texts.values())):
+        values = [figures[name] for figures in texts.values()]
+        table.add_row(name, *(repr(v) if isinstance(v, str) else figure_of(v) for v in values))
+    console.print(table)
+
+
+def figure_of(value: float) -> str:
+    return f"{value:,.4f}".removesuffix(".0000")
+
+
+def draw_curves(out: Path) -> None:
+    """Plot the losses of a run, the baselines and the learning rate in OUT/loss.png."""
+    curves(read_log(out)).savefig(out / "loss.png", dpi=120)
+
+
+def curves(records: list[dict[str, Any]]) -> Figure:
+    """Return a figure of the losses with the learning rate below them.
+
+    Each curve and baseline is named at the right edge, at its last value.
+    """
+    from matplotlib.figure import Figure  # takes half a second to import
+
+    train = [r for r in records if r["event"] == "train"]
+    val = [r for r in records if r["event"] == "evaluation"]
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes, rate = figure.subplots(2, sharex=True, height_ratios=(5, 1))
+    names: list[tuple[float, str, str]] = []  # height, text, color
+    if train:
+        losses = [r["train_loss"] for r in train]
+        axes.plot([r["step"] for r in train], losses, color=TRAIN_COLOR, lw=1)
+        names.append((losses[-1], f"training {losses[-1]:.2f}", TRAIN_COLOR))
+    if val:
+        best = min(val, key=lambda r: r["val_loss"])
+        axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", color=VAL_COLOR, ms=4)
+        axes.plot(best["step"], best["val_loss"], "*", color=BEST_COLOR, ms=15, ls="none", zorder=3)
+        names.append((val[-1]["val_loss"], f"validation {val[-1]['val_loss']:.2f}", VAL_COLOR))
+        axes.set_title(
+            f"best validation loss: {best['val_loss']:.3f} nats per character, at step {best['step']} (star)",
+            loc="left", fontsize="medium", color=BEST_COLOR,
+        )  # fmt: skip
+    ends = [r for r in records if r["event"] == "end"]
+    for name in BASELINES if ends else ():
+        axes.axhline(ends[-1][name], color="gray", ls="--", lw=0.8)
+        names.append((ends[-1][name], f"{name} {ends[-1][name]:.2f}", "dimgray"))
+    shown = [r["train_loss"] for r in train[len(train) // 20 :]] + [r["val_loss"] for r in val]
+    if shown:  # the losses of the first steps, and baselines far above, would squeeze the rest
+        margin = 0.05 * (max(shown) - min(shown)) + 0.02
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
+    _name_at_the_edge(axes, sorted(names))
+    axes.set_ylabel("nats per character")
+    axes.grid(alpha=0.3)
+    rate.plot([r["step"] for r in train], [r["muon_lr"] for r in train], color="gray", lw=1)
+    rate.set_ylabel("muon_lr")
+    rate.set_ylim(bottom=0)
+    rate.grid(alpha=0.3)
+    rate.set_xlabel("step")
+    return figure
+
+
+def _name_at_the_edge(axes: Axes, names: list[tuple[float, str, str]]) -> None:
+    """Write texts at the right edge, at their heights as far as none covers another. names: sorted (height, text,
+    color).
+    """
+    low, high = axes.get_ylim()
+    spacing = 0.055 * (high - low)
+    places = [max(min(height, high), low) for height, _, _ in names]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + spacing)
+    for i in reversed(range(len(places))):  # back below the top
+        places[i] = min(places[i], high - spacing * (len(places) - 1 - i))
+    for place, (height, text, color) in zip(places, names, strict=True):
+        arrow = "↑ " if height > high else "↓ " if height < low else ""
+        axes.annotate(
+            arrow + text, (1.01, place), xycoords=("axes fraction", "data"), color=color, va="center",
+            fontsize="small", annotation_clip=False,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""A text becomes ids and batches."""
