@@ -20,7 +20,8 @@ The modules, in the order in which a run uses them:
     optim.py        Muon for the hidden matrices, AdamW for the other parameters, and their schedules
     run.py          the state of a run, its folder and its output
     loop.py         the training loop: steps, the loss, evaluations, the final report
-    evaluate.py     computes windowed and streamed losses, and baselines
+    evaluate.py     computes windowed and streamed losses
+    counts.py       computes the losses of baselines that count: unigrams, and n-grams with Kneser-Ney
     speed.py        measures the machine's matrix-product peak, and counts FLOPs
     display.py      shows progress, tables and curves
     log.py          writes the log and TensorBoard event files

@@ -23,8 +23,8 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT, attend
 from service.text.model import TextModel
 from training.config import ConfigError
+from training.counts import KneserNey
 from training.data import Corpus, WindowSampler, prepare
-from training.evaluate import baselines
 from training.inputs import find_checkpoint, open_model
 from training.messages import plural, visible
 from training.sample import first_prompt
@@ -257,7 +257,7 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, s
     print(f"uniform guess: ln {V} = {math.log(V):.2f} nats; the untrained table: {validation_loss(bigram, corpus):.2f}")
     print(indented(text(bigram)))
     bigram_losses = train(bigram, corpus, steps, seed)
-    counted = baselines(corpus.train, corpus.val, V)["bigram"]
+    counted = KneserNey(corpus.train, V, records=False, order=2).losses(corpus.val).mean()
     print(f"after {plural(steps, 'step')}: {validation_loss(bigram, corpus):.2f}; counting bigrams gives {counted:.2f}")
     print(indented(text(bigram)))
 
