@@ -18,7 +18,8 @@
       loading.py      finds a checkpoint, loads its model, and opens a model to sample
       teachers.py     computes the predictions of teachers
     measure/        what a model is worth
-      losses.py       computes windowed and streamed losses, and baselines
+      losses.py       computes windowed and streamed losses
+      counts.py       computes the losses of baselines that count: unigrams, and n-grams with Kneser-Ney
       copies.py       finds copied passages and repetitions in samples
     fit/            settings that the user left open
       presets.py      fits open settings to a small text

@@ -13,6 +13,7 @@ from training.commands.inputs import (
     training_corpus,
     unknown_options,
 )
+from training.measure.counts import baselines
 from training.measure.losses import bits, split_losses
 from training.messages import plural
 from training.model.loading import load_model
@@ -42,5 +43,8 @@ def command(args: argparse.Namespace) -> None:
         for note in sorted(notes):
             print(note)
     print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
-    for name, loss in split_losses(model, ids, records=records, train=train).items():
-        print(f"{name:<9} {loss:.4f} nats  {bits(loss):.4f} bits per character")
+    losses = split_losses(model, ids, records=records, train=train)
+    if train is not None:
+        losses |= baselines(train, ids, model.config.vocab_size, records, [(0, len(ids))])
+    for name, loss in losses.items():
+        print(f"{name:<10} {loss:.4f} nats  {bits(loss):.4f} bits per character")

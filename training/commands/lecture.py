@@ -24,7 +24,7 @@ from service.model.gpt import GPT, attend
 from service.text.model import TextModel
 from training.commands.sample import first_prompt
 from training.config import ConfigError
-from training.measure.losses import baselines
+from training.measure.counts import KneserNey
 from training.messages import plural, visible
 from training.model.loading import find_checkpoint, open_model
 from training.text.batches import WindowSampler
@@ -258,7 +258,7 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, s
     print(f"uniform guess: ln {V} = {math.log(V):.2f} nats; the untrained table: {validation_loss(bigram, corpus):.2f}")
     print(indented(text(bigram)))
     bigram_losses = train(bigram, corpus, steps, seed)
-    counted = baselines(corpus.train, corpus.val, V)["bigram"]
+    counted = KneserNey(corpus.train, V, records=False, order=2).losses(corpus.val).mean()
     print(f"after {plural(steps, 'step')}: {validation_loss(bigram, corpus):.2f}; counting bigrams gives {counted:.2f}")
     print(indented(text(bigram)))
 

@@ -153,7 +153,7 @@ def _losses(losses: dict[str, float]) -> str:
         return "<p>The run has not ended: it is not compared with baselines yet."
     hint = "<p class=hint>Per character of the validation split, which was not trained on; shorter bars are better."
     table = _table(rows, ("", "", "", "nats", "bits"))
-    warning = verdict(losses) if known.keys() >= LOSSES.keys() - {"unseen"} else None
+    warning = verdict(losses) if known.keys() >= {"whole", "streamed"} else None
     return hint + table + (f"<p class=warning>{_text(warning[0].upper() + warning[1:])}." if warning else "")
 
 

@@ -1,4 +1,4 @@
-"""Losses over a whole text, and the baselines to compare them with.
+"""Losses over a whole text.
 
 Losses are in nats per character. All are deterministic, because no windows are drawn at random.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,6 @@ from service.wire import Submit
 from training.model.selfcheck import computes
 from training.text.batches import IGNORED, padded, record_pieces, unseen_records, window_pieces
 
-CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
 STRETCH_WINDOWS = 4  # windows in each stretch of a sample
 SLOTS = 32  # pieces that the engine scores at a time, if their keys and values fit in CACHE_BYTES
@@ -49,6 +48,7 @@ class Scores:
     losses: dict[str, float]
     characters: int  # number of characters scored in each of `whole` and `streamed`
     standard_error: float | None  # standard error of `whole` as an estimate for the split; None: all of it was scored
+    places: list[tuple[int, int]]  # start and end of each stretch scored; its first character is only context
 
 
 def split_losses(
@@ -72,6 +72,7 @@ def sampled_scores(
     window, sums_of = model.config.block_size, fast_piece_sums(model)
     if records:
         part = beginning(ids, count)
+        places = [(0, len(part))]
         starts, lengths = record_pieces(part, len(part))
         sums = sums_of(part, starts, lengths, advance)
         streamed = whole = float(sums.sum()) / int(lengths.sum())
@@ -97,7 +98,7 @@ def sampled_scores(
         losses = {"whole": float(sums.sum()), "streamed": float(streamed_sums.sum())}
         losses = {name: total / int(lengths.sum()) for name, total in losses.items()}
     scored = int(lengths.sum())
-    return Scores(losses, scored, None if scored >= len(ids) - 1 else _standard_error(sums, lengths))
+    return Scores(losses, scored, None if scored >= len(ids) - 1 else _standard_error(sums, lengths), places)
 
 
 def _standard_error(sums: np.ndarray, lengths: np.ndarray) -> float:
@@ -274,33 +275,3 @@ def _losses(logits: Tensor, targets: np.ndarray) -> np.ndarray:
     expected = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
     losses = F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(expected.shape).sum(dim=1, dtype=torch.float64).cpu().numpy()
-
-
-def baselines(train: np.ndarray, val: np.ndarray, vocab_size: int) -> dict[str, float]:
-    """Return the losses of uniform, unigram and bigram models of `train` on all but the first character of `val`.
-
-    Counts have add-one smoothing.
-    """
-    counts = np.bincount(train[:1], minlength=vocab_size)  # occurrences of each symbol
-    seen, times = np.empty(0, np.int64), np.empty(0, np.int64)  # distinct bigrams a·V + b, and their counts
-    for pairs in _pairs(train, vocab_size):
-        counts = counts + np.bincount(pairs % vocab_size, minlength=vocab_size)
-        found, n = np.unique(np.concatenate((seen, pairs)), return_counts=True)
-        n[np.searchsorted(found, seen)] += times - 1
-        seen, times = found, n
-    contexts = np.bincount(seen // vocab_size, weights=times, minlength=vocab_size)  # bigrams that each symbol begins
-    unigram = bigram = 0.0
-    for pairs in _pairs(val, vocab_size):
-        unigram -= np.log((counts[pairs % vocab_size] + 1) / (counts.sum() + vocab_size)).sum()
-        place = np.searchsorted(seen, pairs).clip(max=len(seen) - 1)
-        n = np.where(seen[place] == pairs, times[place], 0)
-        bigram -= np.log((n + 1) / (contexts[pairs // vocab_size] + vocab_size)).sum()
-    scored = len(val) - 1
-    return {"uniform": math.log(vocab_size), "unigram": float(unigram / scored), "bigram": float(bigram / scored)}
-
-
-def _pairs(ids: np.ndarray, vocab_size: int) -> Iterable[np.ndarray]:
-    """Yield the bigrams of `ids` in chunks, each bigram encoded as a·V + b."""
-    for start in range(0, len(ids) - 1, CHUNK):
-        piece = ids[start : start + CHUNK + 1].astype(np.int64)
-        yield piece[:-1] * vocab_size + piece[1:]

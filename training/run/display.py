@@ -16,6 +16,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from training.config import TrainConfig
+from training.measure.counts import ORDER
 from training.measure.losses import Scores, bits
 from training.messages import plural, say
 from training.run.log import read_log
@@ -32,12 +33,13 @@ TRAIN_COLOR, VAL_COLOR, BEST_COLOR = "tab:blue", "tab:orange", "tab:green"
 LOSSES = {  # losses in the final report, each with a description of its predictor
     "uniform": "guessing all characters alike",
     "unigram": "guessing by how often each character occurs",
-    "bigram": "counting pairs of characters",
+    "bigram": "counting pairs of characters",  # of runs before kneser_ney
+    "kneser_ney": f"counting up to {ORDER} characters in a row",
     "whole": "this model, in windows",
     "streamed": "this model, streamed",
     "unseen": "this model, records not in the training split too",
 }
-BASELINES = ("uniform", "unigram", "bigram")
+BASELINES = ("uniform", "unigram", "bigram", "kneser_ney")
 
 
 class ProgressView(Bar):
@@ -148,7 +150,7 @@ def _print_losses(console: Console, losses: dict[str, float], scores: Scores, va
     if scores.standard_error is not None:
         say(
             console,
-            f"this model was scored on a sample: {scores.characters:,} of {plural(val_characters, 'character')}; ±: "
+            f"scored on a sample: {scores.characters:,} of {plural(val_characters, 'character')}; ±: "
             "standard error. --score-chars all scores the rest",
         )
     if warning := verdict(losses):
@@ -189,12 +191,13 @@ def _print_evaluations(
 def verdict(losses: dict[str, float]) -> str | None:
     """Return a warning that names a baseline if the model is no better than it, else None."""
     loss = min(losses["whole"], losses["streamed"])
-    for name in BASELINES:
+    for name in filter(losses.__contains__, BASELINES):
         if loss >= losses[name]:
             return (
                 f"the best weights are no better than {LOSSES[name]}: {loss:.4f} nats on the validation split, {name} "
-                f"{losses[name]:.4f}. Train on more text or for more steps; a large model of a small text memorizes it "
-                "instead, and a validation split unlike the training split cannot be predicted"
+                f"{losses[name]:.4f}. Train longer, with more --minutes or a larger --preset, or on more text; a large "
+                "model of a small text memorizes it instead, and a validation split unlike the training split cannot "
+                "be predicted"
             )
     return None
 
@@ -243,7 +246,7 @@ def curves(records: list[dict[str, Any]]) -> Figure:
             loc="left", fontsize="medium", color=BEST_COLOR,
         )  # fmt: skip
     ends = [r for r in records if r["event"] == "end"]
-    for name in BASELINES if ends else ():
+    for name in filter(ends[-1].__contains__, BASELINES) if ends else ():
         axes.axhline(ends[-1][name], color="gray", ls="--", lw=0.8)
         names.append((ends[-1][name], f"{name} {ends[-1][name]:.2f}", "dimgray"))
     shown = [r["train_loss"] for r in train[len(train) // 20 :]] + [r["val_loss"] for r in val]

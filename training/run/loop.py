@@ -23,8 +23,9 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.text.model import TextModel
 from training.fused import FusedForward
-from training.measure.losses import baselines, piece_loss, sampled_scores
-from training.messages import say
+from training.measure.counts import MAX_COUNTED, baselines
+from training.measure.losses import piece_loss, sampled_scores
+from training.messages import plural, say
 from training.model.device import autocast
 from training.model.loading import open_model
 from training.run.display import ProgressView, draw_curves, print_report, show_forwards
@@ -213,8 +214,13 @@ class Run(RunState):
             scores = sampled_scores(best, val, count, corpus.records is not None, corpus.train, advance)
         if not all(map(math.isfinite, scores.losses.values())):
             raise self.diverged(self.progress.best_step or 0, f"validation loss {scores.losses['whole']}")
-        losses = {**scores.losses, **baselines(corpus.train, val, corpus.tokenizer.vocab_size)}
         self.scored = {"scored_characters": scores.characters}
+        if MAX_COUNTED < len(corpus.train):
+            self.scored["counted_characters"] = MAX_COUNTED
+            trained = plural(len(corpus.train), "training character")
+            say(console, f"counting n-grams in a sample: {MAX_COUNTED:,} of {trained}")
+        vocab_size, records = corpus.tokenizer.vocab_size, corpus.records is not None
+        losses = {**scores.losses, **baselines(corpus.train, val, vocab_size, records, scores.places)}
         if scores.standard_error is not None:
             self.scored["standard_error"] = scores.standard_error
         self.save_served("best", best, losses, self.progress.at_best)

@@ -142,7 +142,8 @@ async function load() {
     ["vocabulary", `${number([...vocabulary].length)} characters`],
     ["learned from", data.name && `${data.name}, ${data.records ? `${number(data.records)} records` : `${number(data.characters)} characters`}`],
     ["validation loss", loss("whole")],
-    ["loss by counting pairs", loss("bigram")],
+    ["loss by counting pairs", loss("bigram")], // of runs before kneser_ney
+    ["loss by counting", loss("kneser_ney")],
     ["checkpoint", hash.slice(0, 16)],
     ["runs on", `${info.backend}, ${info.dtype}, ${info.devices.join(", ")}`],
   ].filter(([, value]) => value);

@@ -29,7 +29,7 @@ async function score(signal) {
     tinted.append(items(text, { token_logprobs: each.map((it) => (it === null ? null : -it)), top_logprobs: tops ?? [] }));
     $("read-numbers").replaceChildren(
       ...row("Bits per character", bits.toFixed(2), "big"),
-      ...["whole", "bigram"].flatMap((name) => (name in usual ? row(yardstick(name), usual[name].toFixed(2)) : [])),
+      ...["whole", "bigram", "kneser_ney"].flatMap((name) => (name in usual ? row(yardstick(name), usual[name].toFixed(2)) : [])),
       ...row("Total", `${(nats / Math.LN2).toFixed(0)} bits for ${characters} characters`),
       ...row("Like a choice among", `${perplexity.toFixed(1)} characters each time`));
     $("read-verdict").textContent = verdict(bits, usual);
@@ -38,13 +38,13 @@ async function score(signal) {
   } catch (error) { editor.fail(Failure.of(error)); }
 }
 
-const yardstick = (name) => name === "whole" ? `Validation ${heldBack}` : "… by counting pairs";
+const yardstick = (name) => ({ whole: `Validation ${heldBack}`, bigram: "… by counting pairs", kneser_ney: "… by counting" })[name];
 
-function verdict(bits, { whole, bigram }) {
+function verdict(bits, { whole, bigram, kneser_ney: counts = bigram }) {
   if (whole === undefined) return "";
   const than = bits < (1 - ALIKE) * whole ? "less than" : bits > (1 + ALIKE) * whole ? "more than" : "about as much as";
-  const pairs = bits > bigram ? ` Counting pairs of characters predicts the validation ${heldBack} better than the model predicts this one.` : "";
-  return `This text surprises the model ${than} its validation ${heldBack}, which it never learned from.${pairs}`;
+  const counted = bits > counts ? ` ${counts === bigram ? "Counting pairs of characters" : "Counting"} predicts the validation ${heldBack} better than the model predicts this one.` : "";
+  return `This text surprises the model ${than} its validation ${heldBack}, which it never learned from.${counted}`;
 }
 
 const row = (name, value, className = "") => [h("dt", { textContent: name }), h("dd", { textContent: value, className })];

@@ -20,6 +20,7 @@ from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import events, flags
+from training.measure.counts import KneserNey
 from training.measure.losses import streamed_loss, whole_loss
 from training.messages import unescaped
 from training.run.saving import save_checkpoint
@@ -199,13 +200,20 @@ def test_evaluate_prints_both_losses_of_any_text(checkpoint, text, tmp_path, out
     def expected(text):
         ids = np.array(CharTokenizer(VOCABULARY).encode(text))
         losses = {"whole": whole_loss(MODEL, ids), "streamed": streamed_loss(MODEL, ids)}
-        return [f"{k:<9} {v:.4f} nats  {v / math.log(2):.4f} bits per character" for k, v in losses.items()]
+        return [f"{k:<10} {v:.4f} nats  {v / math.log(2):.4f} bits per character" for k, v in losses.items()]
 
     first, *lines = output_of("evaluate", "--checkpoint", checkpoint, "--data", text).splitlines()
     assert first == f"{text}: {len(TEXT)} characters, all but the first scored" and lines == expected(TEXT)
     first, *lines = output_of("evaluate", "--checkpoint", checkpoint).splitlines()
     assert first == "validation split of text.txt: 72 characters, all but the first scored"
-    assert lines == expected(TEXT[-72:])
+    ids = np.array(CharTokenizer(VOCABULARY).encode(TEXT))
+    counted = KneserNey(ids[:-72], len(VOCABULARY), records=False).losses(ids[-72:]).mean()
+    assert lines[:2] == expected(TEXT[-72:]) and [line.split()[0] for line in lines[2:]] == [
+        "uniform",
+        "unigram",
+        "kneser_ney",
+    ]
+    assert lines[4].startswith(f"kneser_ney {counted:.4f} nats")
     (tmp_path / "more.txt").write_text("Yes\nNo 7, 8")
     message = (
         "character '7' (U+0037) at offset 727 is not in the vocabulary, one of 2 characters that are not; --unknown"

@@ -16,7 +16,7 @@ from training.run.saving import save_checkpoint
 from training.text.corpus import prepare
 
 EVIL = "<script>alert('1')</script>&amp;<img src=x onerror=\"alert(2)\">"
-LOSSES = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.0, "streamed": 1.9}
+LOSSES = {"uniform": 3.0, "unigram": 2.5, "kneser_ney": 2.2, "whole": 2.0, "streamed": 1.9}
 
 
 class Page(HTMLParser):

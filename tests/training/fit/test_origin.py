@@ -103,7 +103,7 @@ def test_the_lineage_is_recorded(tmp_path, source, capsys):
     assert lineage["init_from"]["manifest_sha256"] == source.digest and lineage["init_from"]["init_from"] is None
     # evaluate and report find the run's text and read it in the run's vocabulary.
     assert call(["evaluate", "--checkpoint", tmp_path / "second" / "best"]) == 0
-    assert f"whole     {about['losses']['whole']:.4f} nats" in capsys.readouterr().out
+    assert f"whole      {about['losses']['whole']:.4f} nats" in capsys.readouterr().out
     assert call(["report", "--checkpoint", tmp_path / "second" / "best", "-n", 1, "--max-tokens", 60]) == 0
     assert prepare(str(tmp_path / "text.txt")).sha256 == about["data"]["sha256"]
 

@@ -14,7 +14,7 @@ from training.run.display import ProgressView, curves, print_report, show_forwar
 from training.run.log import read_log
 from training.run.saved import Progress
 
-LOSSES = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.0, "streamed": 1.9}
+LOSSES = {"uniform": 3.0, "unigram": 2.5, "kneser_ney": 2.2, "whole": 2.0, "streamed": 1.9}
 
 
 def write_log(out, train, val):
@@ -33,7 +33,7 @@ def report(out, steps, losses=LOSSES, scored=5000, error=None, **changes):
     speed = {"characters_per_second": 1e4, "matmul_peak_flops": 1e11, "peak_share": 0.5}
     console = Console(record=True, width=300)
     config = TrainConfig(steps=steps, eval_every=10, **changes)
-    print_report(console, config, progress, losses, speed, out, Scores(losses, scored, error), 5000)
+    print_report(console, config, progress, losses, speed, out, Scores(losses, scored, error, []), 5000)
     return console.export_text()
 
 
@@ -46,7 +46,7 @@ def test_the_report_has_the_training_loss_of_each_evaluation(tmp_path):
     assert "validation loss, in auto " in output
     assert "validation loss, first 4,999 characters, in auto " in report(tmp_path, steps=20, eval_chars=4999)
     assert "loss per character, validation split " in output
-    assert "│ whole    │ this model, in windows " in report(tmp_path, steps=20) and "±" not in report(
+    assert "│ whole      │ this model, in windows " in report(tmp_path, steps=20) and "±" not in report(
         tmp_path, steps=20
     )
     sampled = report(tmp_path, steps=20, scored=999, error=0.0123)
@@ -80,7 +80,10 @@ def test_overfitting_is_reported_only_if_training_loss_falls_and_validation_loss
     [
         (3.1, "no better than guessing all characters alike: 3.1000 nats on the validation split, uniform 3.0000."),
         (2.7, "no better than guessing by how often each character occurs: 2.7000"),
-        (2.3, "no better than counting pairs of characters: 2.3000"),
+        (
+            2.3,
+            "up to 6 characters in a row: 2.3000 nats on the validation split, kneser_ney 2.2000. Train longer",
+        ),
         (2.1, None),
     ],
 )
@@ -90,10 +93,18 @@ def test_weights_that_are_no_better_than_a_baseline_are_reported(tmp_path, loss,
     assert (said in output) if said else "no better than" not in output
 
 
+def test_runs_that_counted_bigrams_are_shown_as_before(tmp_path):
+    records = write_log(tmp_path, {10: 2.0}, {10: 2.0})
+    losses = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.3, "streamed": 2.2}
+    assert "no better than counting pairs of characters: 2.2000" in report(tmp_path, steps=10, losses=losses)
+    names = [name.get_text() for name in curves([*records, {"event": "end", **losses}]).axes[0].texts]
+    assert any("bigram 2.20" in name for name in names) and not any("kneser_ney" in name for name in names)
+
+
 @pytest.mark.parametrize("ends", [(9.0, 8.0, 7.0), (1.61, 1.6, 1.59)])
 def test_names_at_the_curves_do_not_cover_each_other(tmp_path, ends):
     records = write_log(tmp_path, {10: 2.0, 20: 1.6}, {10: 1.8, 20: 1.6})
-    figure = curves([*records, {"event": "end", **dict(zip(("uniform", "unigram", "bigram"), ends, strict=True))}])
+    figure = curves([*records, {"event": "end", **dict(zip(("uniform", "unigram", "kneser_ney"), ends, strict=True))}])
     axes = figure.axes[0]
     low, high = axes.get_ylim()
     places = sorted(name.xy[1] for name in axes.texts)

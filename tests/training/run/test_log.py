@@ -9,7 +9,7 @@ from tests.helpers import call
 from tests.training.runs import crash, events, resume, start, tiny
 from training.run.log import read_log
 
-NAMES = ("train_loss", "val_loss", "muon_lr", "whole", "bigram")
+NAMES = ("train_loss", "val_loss", "muon_lr", "whole", "kneser_ney")
 
 
 def scalars(out):

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +36,8 @@ from tests.training.runs import SHAPE, STEPS, TEXT, Fork, crash, events, flags, 
 from training import fused
 from training.config import ConfigError, TrainConfig
 from training.fit.presets import SETTINGS, fitted, regularization
+from training.measure.counts import KneserNey
 from training.measure.losses import (
-    baselines,
     piece_loss,
     sampled_scores,
     split_losses,
@@ -193,18 +192,6 @@ def test_record_loss_scores_each_record_alone(longest, monkeypatch):
     assert piece_loss(model, ids, starts[:0], lengths[:0]) == 0
 
 
-def test_baselines_in_chunks_equal_a_plain_count(monkeypatch):
-    monkeypatch.setattr("training.measure.losses.CHUNK", 37)
-    ids = np.random.default_rng(2).integers(0, 30, 2000).astype(np.uint16)
-    train, val, V = ids[:1700], ids[1700:], 30
-    pairs, ones = Counter(zip(train[:-1].tolist(), train[1:].tolist(), strict=True)), Counter(train.tolist())
-    before = Counter(train[:-1].tolist())
-    scored = list(zip(val[:-1].tolist(), val[1:].tolist(), strict=True))
-    unigram = -np.mean([math.log((ones[b] + 1) / (1700 + V)) for a, b in scored])
-    bigram = -np.mean([math.log((pairs[a, b] + 1) / (before[a] + V)) for a, b in scored])
-    assert baselines(train, val, V) == pytest.approx({"uniform": math.log(V), "unigram": unigram, "bigram": bigram})
-
-
 # Runs
 
 
@@ -215,7 +202,8 @@ def test_a_run_learns_and_reports(uninterrupted, tmp_path):
     assert [r["step"] for r in evaluations] == [8, 16, 24]
     assert all(len(r["sample"]) == 11 and r["sample"][0] == "\n" for r in evaluations)
     end = records[-1]
-    assert end["event"] == "end" and end["whole"] < end["uniform"] and end["bigram"] < end["unigram"] < end["uniform"]
+    assert end["event"] == "end" and end["whole"] < end["uniform"]
+    assert end["kneser_ney"] < end["unigram"] < end["uniform"] and "bigram" not in end
     best = Checkpoint.read(uninterrupted / "best")
     about = best.training
     assert about["recipe"]["n_embd"] == 16 and about["data"]["sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
@@ -225,6 +213,19 @@ def test_a_run_learns_and_reports(uninterrupted, tmp_path):
     assert whole_loss(best.load_model(), prepare(tiny(tmp_path).data).val) == pytest.approx(end["whole"], rel=1e-6)
     assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not [path for path in uninterrupted.rglob("*") if path.name.startswith(".") or path.suffix == ".pkl"]
+
+
+def test_a_run_on_a_long_text_counts_a_sample_and_says_so(tmp_path, monkeypatch):
+    for module in ("measure.counts", "run.loop"):
+        monkeypatch.setattr(f"training.{module}.MAX_COUNTED", 320)
+    config, console = tiny(tmp_path, steps=8), Console(record=True, width=300)
+    start(config, tmp_path / "out", console)
+    about, corpus = Checkpoint.read(tmp_path / "out" / "best").training, prepare(config.data)
+    size, V = len(corpus.train), corpus.tokenizer.vocab_size
+    assert f"counting n-grams in a sample: 320 of {size:,} training characters" in console.export_text()
+    parts = np.concatenate([corpus.train[at : at + 5] for at in np.linspace(0, size - 5, 64).astype(int)])
+    counted = KneserNey(parts, V, records=False).losses(corpus.val).mean()
+    assert about["counted_characters"] == 320 and about["losses"]["kneser_ney"] == pytest.approx(counted)
 
 
 def test_equal_seeds_give_equal_bytes_and_different_seeds_do_not(uninterrupted, tmp_path):

@@ -141,7 +141,7 @@ def test_commands_follow_the_unknown_symbol(tmp_path, run, capsys):
     shown = capsys.readouterr().out
     ids = np.array(checkpoint.tokenizer.encode(without(MIXED, 3)))
     loss = whole_loss(checkpoint.load_model(), ids[int(len(ids) * 0.9) :])
-    assert f"whole     {loss:.4f} nats" in shown
+    assert f"whole      {loss:.4f} nats" in shown
     assert call(["report", "--checkpoint", run / "best", "-n", 2, "--max-tokens", 50]) == 0, capsys.readouterr().err
     # A line to score may have unknown characters, unless they are refused.
     (tmp_path / "lines.txt").write_text(f"the 漢 cat\nthe {UNKNOWN} cat\n")
