@@ -64,7 +64,7 @@ def test_records_are_scored_one_by_one(run, capsys, tmp_path):
     assert [row["characters"] for row in rows] == [len(row["text"]) + 1 for row in rows]
     assert call(["evaluate", "--checkpoint", run, "--data", tmp_path / "some.txt"]) == 0
     nats = sum(row["nats"] for row in rows) / sum(row["characters"] for row in rows)
-    assert f"streamed  {nats:.4f} nats" in capsys.readouterr().out
+    assert f"streamed   {nats:.4f} nats" in capsys.readouterr().out
     assert call(["evaluate", "--checkpoint", run]) == 0
     losses = Checkpoint.read(run / "best").training["losses"]
     assert f"whole     {losses['whole']:.4f} nats" in capsys.readouterr().out

@@ -203,19 +203,20 @@ def plain(args: argparse.Namespace) -> None:
 
 
 class StubEngine:
-    """Has the Engine's interface; runs all sequences at once, regardless of max_running."""
+    """Has the interface of Engine and of its scheduler; runs all sequences at once, regardless of slots."""
 
     clock = staticmethod(time.monotonic)
 
-    def __init__(self, runner: Any, *, max_running: int | None = None, max_waiting: int = 1024, **_: Any):
+    num_moved = 0  # sequences that have lost their slots
+
+    def __init__(self, runner: Any, *, max_waiting: int = 1024):
         from service.engine.engine import StepStats
 
         self._new_stats = StepStats
         self.stats = StepStats()
         self.runner, self.config = runner, runner.config
-        self.max_running = runner.slots if max_running is None else max_running
-        self.limit = self.max_running + max_waiting
-        self.scheduler = self  # stands in for len, iteration, max_running, num_running and num_waiting
+        self.limit = runner.slots + max_waiting
+        self.scheduler = self  # stands in for it
         self.num_waiting = 0
         self.is_saturated = False
         self.step_seconds = float(os.environ.get("CHARGPT_STUB_STEP_SECONDS", "0"))
