@@ -67,7 +67,7 @@ def test_records_are_scored_one_by_one(run, capsys, tmp_path):
     assert f"streamed   {nats:.4f} nats" in capsys.readouterr().out
     assert call(["evaluate", "--checkpoint", run]) == 0
     losses = Checkpoint.read(run / "best").training["losses"]
-    assert f"whole     {losses['whole']:.4f} nats" in capsys.readouterr().out
+    assert f"whole      {losses['whole']:.4f} nats" in capsys.readouterr().out
 
 
 def test_the_report_and_its_check_see_whole_records(run, capsys, tmp_path):
