@@ -157,16 +157,18 @@ class Scheduler:
         del self._by_id[sequence.id]
         self._parked.pop(sequence.id, None)
         self.queue.remove(sequence)
-        if sequence.slot is not None:
-            self._vacate(sequence, sequence.slot)
-        else:
-            self.copying = [it for it in self.copying if it[0] is not sequence]
+        self._leave(sequence)
         # Deadlines of ended sequences stay in the heap until they pass or outnumber the others.
         if len(self._deadlines) > 2 * len(self._by_id) + 64:
             self._deadlines = [item for item in self._deadlines if item[1] in self._by_id]
             heapq.heapify(self._deadlines)
 
-    def _vacate(self, sequence: Sequence, slot: int) -> None:
+    def _leave(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence, or the one that is kept for it."""
+        slot = sequence.slot
+        if slot is None:
+            self.copying = [it for it in self.copying if it[0] is not sequence]
+            return
         if self.is_decoding[slot]:
             self.is_decoding[slot] = False
             self.num_guided -= sequence.guide is not None
@@ -253,7 +255,7 @@ class Scheduler:
         if taker is None:
             return False
         running: dict[Client, list[Sequence]] = {}
-        for sequence in filter(None, self.by_slot):
+        for sequence in (*filter(None, self.by_slot), *(sequence for sequence, _, _ in self.copying)):
             running.setdefault(self.queue.client_of(sequence), []).append(sequence)
         own = running.pop(taker, [])
         if len(own) >= max(1, self.slots // TAKEN_FREELY) and not (only and all(map(_has_written, own))):
@@ -273,7 +275,7 @@ class Scheduler:
 
         has_more: its client has more sequences than the one that takes the slot.
         """
-        if not self.is_decoding[sequence.slot]:
+        if sequence.slot is None or not self.is_decoding[sequence.slot]:
             return has_more and not sequence.num_prefilled
         enough = sequence.receptive_field / 2
         is_long = _has_written(sequence) if has_more else sequence.num_written >= max(MIN_WRITTEN, enough)
@@ -281,8 +283,7 @@ class Scheduler:
 
     def _move(self, sequence: Sequence) -> None:
         """Take the slot of a sequence, which waits again from the next step on at the earliest (`_put_back`)."""
-        assert sequence.slot is not None
-        self._vacate(sequence, sequence.slot)
+        self._leave(sequence)
         sequence.slot, sequence.goes_on = None, True
         self.queue.park(sequence)
         self._parked[sequence.id] = sequence

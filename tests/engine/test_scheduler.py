@@ -385,6 +385,20 @@ def test_what_has_not_run_yet_gives_its_slot_at_once():
     assert [s.id for s in scheduler.by_slot] == [*range(7), 10]
 
 
+def test_what_waits_for_a_prefix_gives_its_place_at_once():
+    """It keeps a free slot until another sequence has run the prefix."""
+    scheduler = Scheduler(8, 100, GPTConfig(vocab_size=300, block_size=128, n_layer=20))
+    fill(scheduler, 8, prompt=250)
+    assert started(scheduler, 16) == [0] and len(scheduler.copying) == 7
+    fill(scheduler, 1, client="new", first=10)
+    assert started(scheduler, 16) == [10]
+    assert [s.id for s, _, _ in scheduler.copying] == [1, 2, 3, 4, 5, 6] and scheduler.num_running == 8
+    scheduler.finish(3, "abort")
+    assert (scheduler.num_running, scheduler.num_free) == (7, 1)
+    scheduler.finish(7, "abort")
+    assert len(scheduler) == 7 and scheduler.num_waiting == 0
+
+
 def test_a_client_takes_few_slots_for_short_texts_and_its_part_for_long_ones():
     scheduler = fair(64)
     fill(scheduler, 200)
