@@ -51,6 +51,7 @@ BACKLOG = 4096  # connections waiting to be accepted: the default maximum of Lin
 UVICORN_GRACE_SECONDS = 2  # requests are drained before uvicorn stops
 POLL_SECONDS = 0.1  # between two checks of all processes
 START_POLL_SECONDS = 0.01  # the same until the service is ready
+READING_SECONDS = 1.0  # wait of a worker that starts for the thread that reads checkpoints
 SWITCH_SECONDS = 0.0005  # longest wait of the event loop for a computing thread: patterns, /metrics, attention
 HTTP_START_SECONDS = 60.0  # limit for the first heartbeat of an HTTP process
 
@@ -246,10 +247,13 @@ class Server(LitServer):
         """True if a fork is safe.
 
         It is not safe on a Mac because of its libraries, for CUDA, or if the user's program and the worker both use
-        torch. It is not safe beside another thread either: a fork would keep that thread's locks forever.
+        torch. It is not safe beside another thread either: a fork would keep that thread's locks forever. So it waits a
+        moment for the thread that reads checkpoints after SIGHUP, because a new process starts more slowly.
         """
         used_torch = self.api.backend == "torch" and "torch" in sys.modules
         is_safe = sys.platform == "linux" and not device.startswith("cuda") and not used_torch
+        if is_safe and self._reading.is_alive():
+            self._reading.join(READING_SECONDS)
         return is_safe and threading.active_count() == 1
 
     def _work(self, *arguments: Any) -> None:
