@@ -12,6 +12,7 @@
       corpus.py       encodes a text to memory-mapped character ids, in a cache, and splits it
     config.py       defines the settings of a run, and the presets
     model/          what computes a step, and the models that are loaded
+      fused.py, .cpp  the model's forward and backward, hand-written for CPUs
       device.py       chooses device, dtype and threads
       optim.py        Muon for the hidden matrices, AdamW for the other parameters, and their schedules
       selfcheck.py    checks that fused.py, the checkpoints and the service agree with gpt.py
@@ -42,8 +43,6 @@
       prepare.py, train.py, evaluate.py, sample.py, score.py, report.py, export.py and lecture.py
       inputs.py       reads the texts that a command is given
       rows.py         prints rows as JSON lines or CSV
-
-    fused.py, .cpp  the model's forward and backward, hand-written for CPUs
 
 Run.loss in run/loop.py is the loss, and Run.step is a step. The schedules of learning rate, momentum and weight decay
 are at the end of model/optim.py. The schedule of the windows is TrainConfig.window_at in config.py.

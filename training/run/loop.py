@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.text.model import TextModel
-from training.fused import FusedForward
 from training.measure.counts import MAX_COUNTED, baselines
 from training.measure.losses import piece_loss, sampled_scores
 from training.messages import plural, say
 from training.model.device import autocast
+from training.model.fused import FusedForward
 from training.model.loading import open_model
 from training.run.display import ProgressView, draw_curves, print_report, show_forwards
 from training.run.speed import matmul_peak

@@ -37,10 +37,10 @@ from service.model.ngrams import NGRAMS
 from training.config import MIN_SCORED, SCORED_SHARE, TrainConfig
 from training.fit.origin import Origin
 from training.fit.warnings import size_check
-from training.fused import FusedForward
 from training.measure.losses import BATCH_CHARS, STRETCH_WINDOWS, piece_loss, sampled_scores
 from training.messages import Refusal, duration, plural, resume_command, say
 from training.model.device import halves, machine, training_forward
+from training.model.fused import FusedForward
 from training.model.optim import FlatGradients, Optimizers, lr_scale
 from training.model.selfcheck import NOT_SERVABLE, first_difference, is_servable
 from training.model.teachers import Teachers

@@ -33,7 +33,6 @@ from service.model.ngrams import NGRAMS, NGrams
 from tests.helpers import call, random_model, save_random
 from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, Fork, crash, events, flags, resume, start, tiny, weights
-from training import fused
 from training.config import ConfigError, TrainConfig
 from training.fit.presets import SETTINGS, fitted, regularization
 from training.measure.counts import KneserNey
@@ -45,6 +44,7 @@ from training.measure.losses import (
     stretches,
     whole_loss,
 )
+from training.model import fused
 from training.model.device import resolve_auto, suitable_dtype
 from training.run.distributed import World
 from training.run.folder import exclusive
