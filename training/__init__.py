@@ -33,7 +33,8 @@
       speed.py        measures the machine's matrix-product peak, and counts FLOPs
       saving.py       saves checkpoints in the format that the service reads
       log.py          writes the log and TensorBoard event files
-      display.py      shows progress, tables and curves
+      progress.py     shows progress and the final report
+      curves.py       draws the curves of a run
       state.py        the state of a run and its output
       folder.py       creates and locks the folder of a run
       loop.py         the training loop: steps, the loss, evaluations, the final report

@@ -28,7 +28,8 @@ from training.messages import plural, say
 from training.model.device import autocast
 from training.model.fused import FusedForward
 from training.model.loading import open_model
-from training.run.display import ProgressView, draw_curves, print_report, show_forwards
+from training.run.curves import draw_curves
+from training.run.progress import ProgressView, print_report, show_forwards
 from training.run.speed import matmul_peak
 from training.run.state import ESTIMATE_STEPS, STOPPING, RunState, catch_signals
 from training.text.batches import IGNORED, Part, micro_batches, packed, two_halves
