@@ -19,7 +19,7 @@ TORCH ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 ||
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
-NATIVE := service/engine/native.cpp $(wildcard service/engine/native/*.h) training/fused.cpp
+NATIVE := service/engine/native.cpp $(wildcard service/engine/native/*.h) training/model/fused.cpp
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -109,7 +109,7 @@ test-native-sanitized: $(VENV)/.installed-test ## run the tests of both native l
 	LD_PRELOAD="$$($$CXX -print-file-name=libasan.so) $$($$CXX -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	  CHARGPT_NATIVE_LIBRARY='$(abspath $(SANITIZED))' CHARGPT_FUSED_LIBRARY='$(abspath $(SANITIZED_FUSED))' \
-  $(BIN)/python -m pytest tests/engine tests/training/test_fused.py -k 'native or sanitized' $(ARGS)
+  $(BIN)/python -m pytest tests/engine tests/training/model/test_fused.py -k 'native or sanitized' $(ARGS)
 
 COUNT ?= 60
 SEED ?= 0
@@ -191,7 +191,7 @@ lint: $(VENV)/.installed-dev ## check style, types, the Dockerfile and the workf
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 clean: ## remove the environment, the native libraries and tool caches; checkpoints stay
-	rm -rf $(VENV) build *.egg-info service/engine/_native_* training/_fused_* .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info service/engine/_native_* training/model/_fused_* .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 # One stamp per set of extras. After a change of the native source alone, only that is compiled. pip compiles it too, but
 # shows no warning where it cannot.

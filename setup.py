@@ -1,5 +1,5 @@
-"""Builds the native engine, service/engine/native.cpp and the headers that it includes, and training/fused.cpp: one
-library per instruction set, chosen at run time.
+"""Builds the native engine, service/engine/native.cpp and the headers that it includes, and training/model/fused.cpp:
+one library per instruction set, chosen at run time.
 
 Plain shared libraries for ctypes, `_native_v4.so` and so on: they need neither Python's nor torch's headers, and one
 build serves every Python 3. setuptools takes them for extension modules, and so puts them into wheels for this
@@ -36,8 +36,8 @@ except ImportError:  # setuptools before 70.1, which Python's images have: it on
     from setuptools import Command as bdist_wheel
 
 # Relative to this file, as setuptools demands. An image that only serves lacks the second.
-SOURCE, FUSED = Path("service", "engine", "native.cpp"), Path("training", "fused.cpp")
-NAMES = {SOURCE: "service.engine._native", FUSED: "training._fused"}  # of the libraries
+SOURCE, FUSED = Path("service", "engine", "native.cpp"), Path("training", "model", "fused.cpp")
+NAMES = {SOURCE: "service.engine._native", FUSED: "training.model._fused"}  # of the libraries
 HEADERS = SOURCE.with_suffix("")  # folder of what SOURCE includes
 FLAGS = (
     "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -fvisibility=hidden -fPIC -shared -pthread -Wall -Wextra".split()

@@ -12,9 +12,9 @@ FROM ${COMPILER} AS compiler
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -r /var/lib/apt/lists
 WORKDIR /src
 COPY setup.py .
-COPY training/fused.cpp training/
+COPY training/model/fused.cpp training/model/
 RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
- && python -c "from setup import *; [open(f'/native/training/_fused_{name}.so') for name in VARIANTS[FUSED]]"
+ && python -c "from setup import *; [open(f'/native/training/model/_fused_{name}.so') for name in VARIANTS[FUSED]]"
 
 # BASE is chosen outside.
 # hadolint ignore=DL3006

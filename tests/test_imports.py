@@ -112,7 +112,7 @@ def test_a_step_of_a_request_imports_only_earlier_ones():
 
 
 # The folders of training/ and what they share. Text knows nothing of settings, and a model nothing of a run.
-ROOMS = ("messages", "folders", "fused", "text", "config", "model", "measure", "fit", "run", "commands", "__main__")
+ROOMS = ("messages", "folders", "text", "config", "model", "measure", "fit", "run", "commands", "__main__")
 
 
 def test_a_folder_of_training_imports_only_those_above_it():

@@ -63,7 +63,7 @@ def build(source, *args, **variables):
 
 def libraries(folder):
     """By name; partial files included."""
-    found = (*folder.glob("service/engine/_native_*"), *folder.glob("training/_fused_*"))
+    found = (*folder.glob("service/engine/_native_*"), *folder.glob("training/model/_fused_*"))
     return {path.name: path for path in found}
 
 
@@ -87,7 +87,7 @@ def test_a_wheel_contains_the_libraries_and_the_page(source, tmp_path):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="manylinux is for glibc")
 def test_the_tag_of_a_wheel_names_the_oldest_glibc_that_has_its_symbols(tmp_path):
     """objdump lists the symbols; the table of libstdc++ is auditwheel's. A newer glibc than this one's: no such tag."""
-    libraries = [*ROOT.glob("service/engine/_native_*.so"), *ROOT.glob("training/_fused_*.so")]
+    libraries = [*ROOT.glob("service/engine/_native_*.so"), *ROOT.glob("training/model/_fused_*.so")]
     listed = subprocess.run(["objdump", "-T", *libraries], check=True, text=True, stdout=subprocess.PIPE).stdout
     glibc = max(int(minor) for minor in re.findall(r"\(GLIBC_2\.(\d+)", listed))
     libstdcxx = max(int(minor) for minor in re.findall(r"\(GLIBCXX_3\.4\.(\d+)", listed))
@@ -132,7 +132,7 @@ def installed(source, tmp_path):
         "    threading.Event().wait()\n"
         "threading.Thread(target=wait, daemon=True).start()\n"
     )
-    for library in (*ROOT.glob("service/engine/_native_*.so"), *ROOT.glob("training/_fused_*.so")):
+    for library in (*ROOT.glob("service/engine/_native_*.so"), *ROOT.glob("training/model/_fused_*.so")):
         shutil.copy(library, site / library.relative_to(ROOT))  # compiling them takes minutes
     return tmp_path / "venv" / "bin" / "chargpt"
 

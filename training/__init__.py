@@ -12,6 +12,7 @@
       corpus.py       encodes a text to memory-mapped character ids, in a cache, and splits it
     config.py       defines the settings of a run, and the presets
     model/          what computes a step, and the models that are loaded
+      fused.py, .cpp  the model's forward and backward, hand-written for CPUs
       device.py       chooses device, dtype and threads
       optim.py        Muon for the hidden matrices, AdamW for the other parameters, and their schedules
       selfcheck.py    checks that fused.py, the checkpoints and the service agree with gpt.py
@@ -37,7 +38,8 @@
       run.py          Run: the model, its optimizers, its sampler and its progress
       estimate.py     Estimate: the time and the FLOPs that a run takes
       folder.py       RunFolder: the folder of a run, locked and written
-      display.py      shows progress, tables and curves
+      progress.py     shows progress and the final report
+      curves.py       draws the curves of a run
       loop.py         the training loop: steps, the loss, evaluations, the final report
       start.py        decides the settings of a run and starts it
       resume.py       resumes a run
@@ -45,8 +47,6 @@
       prepare.py, train.py, evaluate.py, sample.py, score.py, report.py, export.py and lecture.py
       inputs.py       reads the texts that a command is given
       rows.py         prints rows as JSON lines or CSV
-
-    fused.py, .cpp  the model's forward and backward, hand-written for CPUs
 
 In run/loop.py, `loss` is the loss and `step` is a step. The schedules of learning rate, momentum and weight decay
 are at the end of model/optim.py. The schedule of the windows is TrainConfig.window_at in config.py.

@@ -27,8 +27,8 @@ class LayerAttention(NamedTuple):
 def weight_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights of this model, by the names of GPT's parameters.
 
-    The backends `native` and `cuda` and training/fused.py have no others. `layout` in checkpoint.py has those of a
-    file, which a changed gpt.py may need to extend.
+    The backends `native` and `cuda` and training/model/fused.py have no others. `layout` in checkpoint.py has those of
+    a file, which a changed gpt.py may need to extend.
     """
     assert config.n_inner is not None
     C, F, V, hs = config.n_embd, config.n_inner, config.vocab_size, config.head_dim

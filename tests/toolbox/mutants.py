@@ -28,7 +28,7 @@ from mutmut.utils.format_utils import get_mutant_name
 from service.settings import available_cpus
 from tests.toolbox.launch import ROOT
 
-LIBRARIES = ("service/engine/_native_*.so", "training/_fused_*.so")
+LIBRARIES = ("service/engine/_native_*.so", "training/model/_fused_*.so")
 # Hypothesis draws the same examples each time. Threads: as in conftest.py.
 ENVIRONMENT = {"CI": "true", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 # By the exit status of the process that ran pytest.

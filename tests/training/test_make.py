@@ -23,7 +23,7 @@ esac
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     """Run a shell's line in a folder with the Makefile; returns the arguments of Python's last -m, and the output."""
-    for name in ("Makefile", "pyproject.toml", "setup.py", "service/engine/native.cpp", "training/fused.cpp"):
+    for name in ("Makefile", "pyproject.toml", "setup.py", "service/engine/native.cpp", "training/model/fused.cpp"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

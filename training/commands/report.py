@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from service.model.checkpoint import Checkpoint
 from service.text.model import TextModel
@@ -25,8 +26,9 @@ from training.measure.copies import MAX_SHOWN, NGRAM, Examination, examine
 from training.measure.losses import bits
 from training.messages import plural
 from training.model.loading import find_checkpoint, load_model, open_model
-from training.run.display import LOSSES, curves, figure_of, print_copies, verdict
+from training.run.curves import curves
 from training.run.log import read_log
+from training.run.progress import LOSSES, verdict
 from training.text.corpus import Corpus
 
 MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown on the page
@@ -71,6 +73,19 @@ def command(args: argparse.Namespace) -> None:
     if page := args.html or (run and run / "report.html"):
         write_page(page, checkpoint, corpus, found, run)
         print(f"report {page}", file=sys.stderr)
+
+
+def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
+    """Print the figures of `copies.describe_copies` or `describe_records`, one column per text."""
+    table = Table("", *texts)
+    for name in next(iter(texts.values())):
+        values = [figures[name] for figures in texts.values()]
+        table.add_row(name, *(repr(v) if isinstance(v, str) else figure_of(v) for v in values))
+    console.print(table)
+
+
+def figure_of(value: float) -> str:
+    return f"{value:,.4f}".removesuffix(".0000")
 
 
 def write_page(file: Path, checkpoint: Checkpoint, corpus: Corpus, found: Examination, run: Path | None) -> None:

@@ -29,7 +29,7 @@ from training.config import ConfigError
 from training.measure.losses import Advance
 from training.messages import plural
 from training.model.loading import load_model, open_model
-from training.run.display import show_forwards
+from training.run.progress import show_forwards
 from training.text.files import DataError
 from training.text.records import OF_TEXT, read_records, splitting_of
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from service.engine.native import _cpu_flags
 from service.model.gpt import GPT
 from training.config import ConfigError, TrainConfig
-from training.fused import FusedForward
 from training.messages import plural
+from training.model.fused import FusedForward
 
 BF16_WIDTHS = {"auto": 128, "false": 256}  # by `fused`: least n_embd at which bfloat16 is faster, if the CPU has it
 

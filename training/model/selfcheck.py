@@ -27,8 +27,8 @@ from service.model.config import GPTConfig
 from service.model.gpt import GPT, Block
 from service.model.params import SamplingParams
 from service.wire import floats
-from training.fused import FusedForward
 from training.messages import Refusal
+from training.model.fused import FusedForward
 
 # Largest error of a tensor, as a share of its norm. The comparison in float32 finds every other formula. The comparison
 # in bfloat16, which rounds, finds errors of the kernels for that type.

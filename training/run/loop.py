@@ -24,17 +24,18 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.text.model import TextModel
 from training.fit.warnings import size_check
-from training.fused import FusedForward
 from training.measure.counts import MAX_COUNTED, baselines
 from training.measure.losses import Scores, piece_loss, sampled_scores
 from training.messages import plural, say
 from training.model.device import autocast
+from training.model.fused import FusedForward
 from training.model.loading import open_model
 from training.model.optim import lr_scale
 from training.model.selfcheck import NOT_SERVABLE, first_difference, is_servable
-from training.run.display import ProgressView, draw_curves, print_report, show_forwards
+from training.run.curves import draw_curves
 from training.run.estimate import Estimate
 from training.run.folder import RunFolder
+from training.run.progress import ProgressView, print_report, show_forwards
 from training.run.run import ESTIMATE_STEPS, Run
 from training.run.signals import STOPPING, catch_signals
 from training.text.batches import IGNORED, Part, two_halves

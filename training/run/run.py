@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from service.model.gpt import GPT
 from training.fit.origin import Origin
 from training.fit.settings import Settings
-from training.fused import FusedForward
 from training.model.device import halves, training_forward
+from training.model.fused import FusedForward
 from training.model.optim import FlatGradients, Optimizers, lr_scale
 from training.model.selfcheck import refuse_other_weights
 from training.model.teachers import Teachers

@@ -22,12 +22,11 @@ from service.model.tokenizer import CharTokenizer
 from service.text.model import TextModel
 from tests.helpers import VOCABULARY, random_model
 from tests.training.runs import crash, events, resume, start, tiny, weights
-from training import fused
 from training.commands.export import export
 from training.config import ConfigError
 from training.measure.losses import whole_loss
 from training.messages import Refusal
-from training.model import selfcheck
+from training.model import fused, selfcheck
 from training.model.loading import open_model
 from training.model.selfcheck import first_difference, is_servable, refuse_other_weights
 from training.run import saving

@@ -33,7 +33,6 @@ from service.model.ngrams import NGRAMS, NGrams
 from tests.helpers import call, random_model, save_random
 from tests.toolbox.disk import SmallDisk
 from tests.training.runs import SHAPE, STEPS, TEXT, Fork, crash, events, flags, new_run, resume, start, tiny, weights
-from training import fused
 from training.config import ConfigError, TrainConfig
 from training.fit.plan import plan
 from training.fit.rules import regularization
@@ -47,6 +46,7 @@ from training.measure.losses import (
     stretches,
     whole_loss,
 )
+from training.model import fused
 from training.model.device import suitable_dtype
 from training.run import loop
 from training.run.errors import DivergedError, ResumeError

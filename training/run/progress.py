@@ -1,4 +1,4 @@
-"""Display a run: the progress bar, a line per evaluation, the final report and the curves."""
+"""Display a run: the progress bar, a line per evaluation and the final report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -22,14 +22,9 @@ from training.messages import plural, say
 from training.run.log import read_log
 from training.run.saved import Progress
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 RECENT = 50  # steps whose mean loss the bar shows
 LINE_SECONDS = 10.0  # seconds between two lines of progress if no bar is shown
 NOISE = 0.005  # difference in validation loss, in nats, that another seed makes too
-TRAIN_COLOR, VAL_COLOR, BEST_COLOR = "tab:blue", "tab:orange", "tab:green"
 LOSSES = {  # losses in the final report, each with a description of its predictor
     "uniform": "guessing all characters alike",
     "unigram": "guessing by how often each character occurs",
@@ -200,84 +195,3 @@ def verdict(losses: dict[str, float]) -> str | None:
                 "be predicted"
             )
     return None
-
-
-def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
-    """Print the figures of `copies.describe_copies` or `describe_records`, one column per text."""
-    table = Table("", *texts)
-    for name in next(iter(texts.values())):
-        values = [figures[name] for figures in texts.values()]
-        table.add_row(name, *(repr(v) if isinstance(v, str) else figure_of(v) for v in values))
-    console.print(table)
-
-
-def figure_of(value: float) -> str:
-    return f"{value:,.4f}".removesuffix(".0000")
-
-
-def draw_curves(out: Path) -> None:
-    """Plot the losses of a run, the baselines and the learning rate in OUT/loss.png."""
-    curves(read_log(out)).savefig(out / "loss.png", dpi=120)
-
-
-def curves(records: list[dict[str, Any]]) -> Figure:
-    """Return a figure of the losses with the learning rate below them.
-
-    Each curve and baseline is named at the right edge, at its last value.
-    """
-    from matplotlib.figure import Figure  # takes half a second to import
-
-    train = [r for r in records if r["event"] == "train"]
-    val = [r for r in records if r["event"] == "evaluation"]
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes, rate = figure.subplots(2, sharex=True, height_ratios=(5, 1))
-    names: list[tuple[float, str, str]] = []  # height, text, color
-    if train:
-        losses = [r["train_loss"] for r in train]
-        axes.plot([r["step"] for r in train], losses, color=TRAIN_COLOR, lw=1)
-        names.append((losses[-1], f"training {losses[-1]:.2f}", TRAIN_COLOR))
-    if val:
-        best = min(val, key=lambda r: r["val_loss"])
-        axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", color=VAL_COLOR, ms=4)
-        axes.plot(best["step"], best["val_loss"], "*", color=BEST_COLOR, ms=15, ls="none", zorder=3)
-        names.append((val[-1]["val_loss"], f"validation {val[-1]['val_loss']:.2f}", VAL_COLOR))
-        axes.set_title(
-            f"best validation loss: {best['val_loss']:.3f} nats per character, at step {best['step']} (star)",
-            loc="left", fontsize="medium", color=BEST_COLOR,
-        )  # fmt: skip
-    ends = [r for r in records if r["event"] == "end"]
-    for name in filter(ends[-1].__contains__, BASELINES) if ends else ():
-        axes.axhline(ends[-1][name], color="gray", ls="--", lw=0.8)
-        names.append((ends[-1][name], f"{name} {ends[-1][name]:.2f}", "dimgray"))
-    shown = [r["train_loss"] for r in train[len(train) // 20 :]] + [r["val_loss"] for r in val]
-    if shown:  # the losses of the first steps, and baselines far above, would squeeze the rest
-        margin = 0.05 * (max(shown) - min(shown)) + 0.02
-        axes.set_ylim(min(shown) - margin, max(shown) + margin)
-    _name_at_the_edge(axes, sorted(names))
-    axes.set_ylabel("nats per character")
-    axes.grid(alpha=0.3)
-    rate.plot([r["step"] for r in train], [r["muon_lr"] for r in train], color="gray", lw=1)
-    rate.set_ylabel("muon_lr")
-    rate.set_ylim(bottom=0)
-    rate.grid(alpha=0.3)
-    rate.set_xlabel("step")
-    return figure
-
-
-def _name_at_the_edge(axes: Axes, names: list[tuple[float, str, str]]) -> None:
-    """Write texts at the right edge, at their heights as far as none covers another. names: sorted (height, text,
-    color).
-    """
-    low, high = axes.get_ylim()
-    spacing = 0.055 * (high - low)
-    places = [max(min(height, high), low) for height, _, _ in names]
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + spacing)
-    for i in reversed(range(len(places))):  # back below the top
-        places[i] = min(places[i], high - spacing * (len(places) - 1 - i))
-    for place, (height, text, color) in zip(places, names, strict=True):
-        arrow = "↑ " if height > high else "↓ " if height < low else ""
-        axes.annotate(
-            arrow + text, (1.01, place), xycoords=("axes fraction", "data"), color=color, va="center",
-            fontsize="small", annotation_clip=False,
-        )  # fmt: skip

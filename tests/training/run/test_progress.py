@@ -1,17 +1,16 @@
-"""The final report and the curves."""
+"""The lines of progress and the final report."""
 
 import io
 import json
 import re
-from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
 from training.config import TrainConfig
 from training.measure.losses import Scores
-from training.run.display import ProgressView, curves, print_report, show_forwards
 from training.run.log import read_log
+from training.run.progress import ProgressView, print_report, show_forwards
 from training.run.saved import Progress
 
 LOSSES = {"uniform": 3.0, "unigram": 2.5, "kneser_ney": 2.2, "whole": 2.0, "streamed": 1.9}
@@ -54,7 +53,7 @@ def test_the_report_has_the_training_loss_of_each_evaluation(tmp_path):
 
 
 def test_scoring_says_how_far_it_is_and_what_is_left(monkeypatch):
-    monkeypatch.setattr("training.run.display.LINE_SECONDS", 0)
+    monkeypatch.setattr("training.run.progress.LINE_SECONDS", 0)
     console = Console(record=True, width=300)
     with show_forwards(console, "scoring", 2000) as advance:
         advance(500)
@@ -94,29 +93,14 @@ def test_weights_that_are_no_better_than_a_baseline_are_reported(tmp_path, loss,
 
 
 def test_runs_that_counted_bigrams_are_shown_as_before(tmp_path):
-    records = write_log(tmp_path, {10: 2.0}, {10: 2.0})
+    write_log(tmp_path, {10: 2.0}, {10: 2.0})
     losses = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.3, "streamed": 2.2}
     assert "no better than counting pairs of characters: 2.2000" in report(tmp_path, steps=10, losses=losses)
-    names = [name.get_text() for name in curves([*records, {"event": "end", **losses}]).axes[0].texts]
-    assert any("bigram 2.20" in name for name in names) and not any("kneser_ney" in name for name in names)
-
-
-@pytest.mark.parametrize("ends", [(9.0, 8.0, 7.0), (1.61, 1.6, 1.59)])
-def test_names_at_the_curves_do_not_cover_each_other(tmp_path, ends):
-    records = write_log(tmp_path, {10: 2.0, 20: 1.6}, {10: 1.8, 20: 1.6})
-    figure = curves([*records, {"event": "end", **dict(zip(("uniform", "unigram", "kneser_ney"), ends, strict=True))}])
-    axes = figure.axes[0]
-    low, high = axes.get_ylim()
-    places = sorted(name.xy[1] for name in axes.texts)
-    assert len(places) == 5 and all(b - a > 0.05 * (high - low) for a, b in pairwise(places))
-    assert low <= places[0] and places[-1] <= high + 1e-9
-    above = [name.get_text() for name in axes.texts if name.get_text().startswith("↑")]
-    assert len(above) == sum(end > high for end in ends)
 
 
 def test_progress_is_printed_where_there_is_no_terminal(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("training.run.display.time.monotonic", lambda: now)
+    monkeypatch.setattr("training.run.progress.time.monotonic", lambda: now)
     console = Console(file=io.StringIO(), width=300)
     with ProgressView(console, TrainConfig(steps=100)) as view:
         for step in range(1, 36):

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from service.engine import native
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
-from training import fused
-from training.fused import FusedForward
+from training.model import fused
+from training.model.fused import FusedForward
 
 LIBRARIES = {path.stem: path for path in Path(fused.__file__).parent.glob("_fused_*.so")}
 if given := os.environ.get("CHARGPT_FUSED_LIBRARY"):
