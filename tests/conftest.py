@@ -40,7 +40,7 @@ LONGEST = """
     http/test_counted.py http/test_attacks.py http/test_protocol.py deploy/test_swarm.py
     training/commands/test_commands.py http/test_lease.py http/test_exact.py text/test_exact.py engine/test_native.py
     test_changed_model.py engine/test_cuda.py training/commands/test_score.py observe/test_tracing.py http/test_jdk.py
-    observe/test_metrics.py observe/test_logs.py constrain/test_regex.py training/fit/test_minutes.py
+    observe/test_metrics.py observe/test_logs.py constrain/test_regex.py training/fit/test_plan.py
     training/commands/test_export.py http/test_openapi.py deploy/test_kubernetes.py deploy/test_deploy.py
     test_blocks.py test_install.py
 """.split()

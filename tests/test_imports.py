@@ -157,7 +157,7 @@ LIGHT = (
             ("service.server", {"prometheus_client"}),
         ],
         [
-            ("training.text.corpus, training.config, training.fit.minutes, training.commands.prepare", {"training"}),
+            ("training.text.corpus, training.config, training.fit.plan, training.commands.prepare", {"training"}),
             ("training.measure.copies, training.fit.warnings, training.commands.inputs", {"pydantic"}),
             ("service.model.gpt, service.engine.engine, training.model.device", {"torch"}),
             ("training.__main__, training.commands.train, training.commands.evaluate", set()),

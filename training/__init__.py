@@ -23,20 +23,23 @@
       counts.py       computes the losses of baselines that count: unigrams, and n-grams with Kneser-Ney
       copies.py       finds copied passages and repetitions in samples
     fit/            settings that the user left open
-      presets.py      fits open settings to a small text
-      minutes.py      fits a run to --minutes
+      settings.py     the settings of a run in four layers, and how they are merged
+      rules.py        the rules by which open settings follow from a text
+      plan.py         plans a run: for the steps of a preset, or for --minutes
       origin.py       starts a run from the weights of a checkpoint
       warnings.py     warns before a run about the text: its size, duplicates, rare symbols
     run/            one run, from its settings to its folder
+      errors.py       why a run ends early
+      signals.py      catches the signals that end a run after a save
+      distributed.py  data-parallel processes
       saved.py        the state from which a run resumes, saved without pickle
-      distributed.py  runs data-parallel processes
-      speed.py        measures the machine's matrix-product peak, and counts FLOPs
       saving.py       saves checkpoints in the format that the service reads
       log.py          writes the log and TensorBoard event files
+      run.py          Run: the model, its optimizers, its sampler and its progress
+      estimate.py     Estimate: the time and the FLOPs that a run takes
+      folder.py       RunFolder: the folder of a run, locked and written
       progress.py     shows progress and the final report
       curves.py       draws the curves of a run
-      state.py        the state of a run and its output
-      folder.py       creates and locks the folder of a run
       loop.py         the training loop: steps, the loss, evaluations, the final report
       start.py        decides the settings of a run and starts it
       resume.py       resumes a run
@@ -46,7 +49,7 @@
       inputs.py       reads the texts that a command is given
       rows.py         prints rows as JSON lines or CSV
 
-Run.loss in run/loop.py is the loss, and Run.step is a step. The schedules of learning rate, momentum and weight decay
+In run/loop.py, `loss` is the loss and `step` is a step. The schedules of learning rate, momentum and weight decay
 are at the end of model/optim.py. The schedule of the windows is TrainConfig.window_at in config.py.
 
 Import rules: of the packages and modules in `service`, training may import `service.model`, `service.engine`,

@@ -111,7 +111,7 @@ def main() -> int:
     from service.model.checkpoint import CheckpointError
     from service.model.tokenizer import UnknownCharacterError
     from training.run.distributed import LostProcessError
-    from training.run.state import InterruptedRun
+    from training.run.errors import InterruptedRun
 
     try:
         importlib.import_module(f"training.commands.{args.command}").command(args)

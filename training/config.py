@@ -57,6 +57,8 @@ Weights = Literal["float32", "float16"]
 Fused = Literal["auto", "false"]
 
 
+# The sizes of a model, which a plan chooses together.
+MODEL_SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd")
 # A run that starts from a checkpoint takes these settings from it: all fields of GPTConfig except vocab_size and
 # dropout.
 SHAPE = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "rope_theta", "norm_eps")

@@ -1,8 +1,8 @@
 """The frequencies of n-grams in the training text, from which the native engine guesses the next character.
 
 The engine runs guesses ahead, and keeps a guess only if the model then chooses it. So guesses change the speed of an
-answer but never its text. Training writes the file (training/run/state.py). Without the file, the engine does not guess
-from n-grams.
+answer but never its text. Training writes the file (training/run/folder.py). Without the file, the engine does not
+guess from n-grams.
 
 The file is in safetensors format, under a name that no loader of weights looks for. It holds a tree of n-grams, level
 by level. The children of a node are the characters that follow its n-gram, in the order of their ids.

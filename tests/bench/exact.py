@@ -33,8 +33,7 @@ from service.settings import cpus_per_worker
 from tests.helpers import serving
 from tests.toolbox import load
 from tests.toolbox.figures import figure, table
-from training.config import TrainConfig
-from training.fit.presets import SETTINGS
+from training.text.records import LINES
 
 from . import peers
 from .command import BenchError, Run, build_parser, in_child
@@ -64,8 +63,7 @@ COLUMNS = {  # name in the JSON: label, format
 
 
 def train(data: Path, out: Path, threads: int) -> None:
-    config = TrainConfig(data=(str(data),), records=True, threads=threads, sample_chars=0, device="cpu")
-    trained(config, out, SETTINGS)
+    trained({"data": (str(data),), "records": LINES, "threads": threads, "sample_chars": 0, "device": "cpu"}, out)
 
 
 def conditions_of(data: Path) -> dict[str, dict[str, Any]]:

@@ -36,7 +36,7 @@ from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import conditions, table
 from tests.toolbox.launch import ROOT
 from training.config import TrainConfig
-from training.run.speed import matmul_peak
+from training.run.estimate import matmul_peak
 
 from . import engine, peers, roofline, serve, train
 from .command import BenchError, Remote, Run, add_only, build_parser, in_child, run_checked

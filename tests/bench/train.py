@@ -41,7 +41,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,14 @@ from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import conditions, figure, table
 from training.commands.inputs import encode_files, encoder_of
 from training.config import TrainConfig
-from training.fit.presets import SETTINGS
+from training.fit.settings import Settings
 from training.measure.losses import piece_loss, split_losses, whole_loss
 from training.run.log import read_log
 from training.run.start import start
 from training.text.batches import record_pieces
 from training.text.corpus import prepare
 from training.text.files import TINYSHAKESPEARE, DataError
-from training.text.records import OF_LINES
+from training.text.records import LINES, OF_LINES
 
 from . import nanogpt
 from .command import BenchError, Progress, Run, add_only, build_parser, in_child, run_checked
@@ -105,15 +105,15 @@ PROBE_STEPS, EVALUATIONS, MAKEMORE_STEPS = 200, 8, 20_000
 # Runs, each in a process of its own
 
 
-def trained(config: TrainConfig, out: Path, adaptable: Set[str] = frozenset()) -> None:
-    """Replace the folder `out` by that of a run."""
+def trained(given: Mapping[str, Any], out: Path) -> None:
+    """Replace the folder `out` by that of a run with these settings."""
     shutil.rmtree(out, ignore_errors=True)
-    start(config, out, Console(stderr=True, highlight=False), adaptable=adaptable)
+    start(Settings(given), out, Console(stderr=True, highlight=False))
 
 
 def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     """Figures of one run of our trainer, report included."""
-    trained(replace(config, score_chars="all"), out)
+    trained(replace(config, score_chars="all").as_dict(), out)
     checkpoint, log = Checkpoint.read(out / "best"), read_log(out)
     about, evaluations, end = checkpoint.training, [it for it in log if it["event"] == "evaluation"], log[-1]
     return {
@@ -129,10 +129,9 @@ def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
 
 def run_ours_on(data: Path, held_out: Path | None, seed: int, threads: int, out: Path) -> dict[str, Any]:
     """One run as `train --data FILE [--records]`; scored on `held_out`, or on the validation split of a text."""
-    config = TrainConfig(
-        data=(str(data),), records=held_out is not None, seed=seed, threads=threads, sample_chars=0, device="cpu"
-    )
-    trained(config, out, SETTINGS)
+    records = LINES if held_out is not None else ""
+    given = {"data": (str(data),), "records": records, "seed": seed, "threads": threads, "sample_chars": 0}
+    trained({**given, "device": "cpu"}, out)
     figures: dict[str, Any] = {}
     for name in ("best", "last"):
         checkpoint = Checkpoint.read(out / name)

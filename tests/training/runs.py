@@ -18,9 +18,12 @@ from rich.console import Console
 from tests.toolbox.launch import free_port
 from training.__main__ import main
 from training.config import TrainConfig
-from training.run import loop
-from training.run.loop import Run
+from training.fit.settings import Settings
+from training.model.device import resolve_auto
+from training.run import estimate, loop
+from training.run.distributed import World
 from training.run.resume import resume as resume_run
+from training.run.run import Run
 from training.run.start import start as start_run
 from training.text import batches, corpus, files
 
@@ -39,11 +42,17 @@ def tiny(folder: Path, **changes: object) -> TrainConfig:
 
 
 def start(config: TrainConfig, out: Path, console: Console | None = None, **options: bool) -> None:
-    start_run(config, out, console or Console(quiet=True), **options)
+    start_run(Settings(config.as_dict()), out, console or Console(quiet=True), **options)
 
 
-def resume(out: Path, changes: dict[str, object] | None = None, **options: str) -> None:
-    resume_run(out, changes or {}, Console(quiet=True), **options)
+def new_run(config: TrainConfig) -> Run:
+    """A run that has not begun, with "auto" resolved for this machine."""
+    layers = Settings(config.as_dict(), resolved=resolve_auto(config, 1))
+    return Run(layers, corpus.prepare(config.data, records=config.records), World())
+
+
+def resume(out: Path, changes: dict[str, object] | None = None) -> None:
+    resume_run(out, changes or {}, Console(quiet=True))
 
 
 class Fork:
@@ -51,7 +60,7 @@ class Fork:
 
     def __init__(self, *arguments: object, **variables: str):
         forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(["tests.training.runs", "training.run.state.loop"])
+        forks.set_forkserver_preload(["tests.training.runs", "training.run.loop"])
         self.process = forks.Process(target=_train, args=({**os.environ, **variables}, [*map(str, arguments)]))
         self.process.start()
         self.pid = self.process.pid
@@ -79,7 +88,7 @@ def _train(variables: dict[str, str], arguments: list[str]) -> None:
     os.environ.update(variables)
     os.fsync = lambda descriptor: None
     loop.draw_curves = lambda out: (out / "loss.png").touch()
-    loop.matmul_peak = lambda device, dtype: 1e11
+    estimate.matmul_peak = lambda device, dtype: 1e11
     sys.argv = ["training", "train", *arguments]
     sys.exit(main())
 
@@ -92,15 +101,15 @@ def flags(**fields: object) -> list[str]:
 @contextmanager
 def crash(after: int) -> Iterator[None]:
     """A run inside ends without a word once it has taken so many steps."""
-    step = Run.step
+    step = loop.step
 
-    def fail(run: Run) -> float:
+    def fail(run: Run, save_is_due: bool = False) -> float:
         if run.progress.step == after:
             raise MemoryError
-        return step(run)
+        return step(run, save_is_due)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(Run, "step", fail)
+        patch.setattr(loop, "step", fail)
         yield
 
 

@@ -9,12 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from training.config import SHAPE, ConfigError, TrainConfig
-from training.fit.origin import inherited
-from training.fit.presets import SETTINGS
+from training.fit.settings import ADAPTABLE, Settings
 from training.model.loading import find_checkpoint
 from training.run.resume import resume
 from training.run.start import start
-from training.text.records import LINES
 
 
 def command(args: argparse.Namespace) -> None:
@@ -37,28 +35,23 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
         given["init_from"] = str(find_checkpoint(given["init_from"]))
     if "teachers" in given:
         given["teachers"] = tuple(str(find_checkpoint(path)) for path in given["teachers"])
-    if not args.resume:
-        if given.get("minutes"):
-            refuse_both(given, args.preset)
-        if "init_from" in given:
-            taken_over = inherited(given["init_from"])
-            if given.get("column") is not None:
-                taken_over["records"] = LINES
-            given = taken_over | given
-        preset = TrainConfig.from_preset(args.preset or "cpu")
-        config = TrainConfig.from_preset(args.preset or "cpu", **given)
-        adaptable = SETTINGS - given.keys()
-        start(config, args.out, console, overwrite=args.overwrite, adaptable=adaptable, preset=preset)
+    if args.resume:
+        resume(args.out, _for_resume(given, args.preset), console)
         return
-    data = given.pop("data", None)
-    if args.preset:
-        wanted = TrainConfig.from_preset(args.preset, **given).as_dict()
-        # The shape comes from init_from, which may be gone by now. The text may also have been too small for the
-        # preset.
-        fixed = {*SHAPE, "records", "window_stages"} if "init_from" in given else set()
-        left_out = {"data", "minutes", *((fixed | SETTINGS) - given.keys())}
-        given = {name: value for name, value in wanted.items() if name not in left_out}
-    resume(args.out, given, console, data=data)
+    if given.get("minutes"):
+        refuse_both(given, args.preset)
+    start(Settings(given, preset=args.preset or "cpu"), args.out, console, overwrite=args.overwrite)
+
+
+def _for_resume(given: dict[str, Any], preset: str | None) -> dict[str, Any]:
+    """Return the settings that a resumed run is given: with a preset, its values too."""
+    if not preset:
+        return given
+    wanted = TrainConfig.from_preset(preset, **given).as_dict()
+    # The shape comes from init_from, which may be gone by now. The text may also have been too small for the preset.
+    fixed = {*SHAPE, "records", "window_stages"} if "init_from" in given else set[str]()
+    left_out = {"data", "minutes", *fixed, *ADAPTABLE}
+    return {name: value for name, value in wanted.items() if name in given or name not in left_out}
 
 
 def refuse_both(given: dict[str, Any], preset: str | None) -> None:

@@ -18,7 +18,7 @@ from service.model.tokenizer import UNKNOWN, CharTokenizer
 from training.config import SHAPE, ConfigError, TrainConfig
 from training.messages import plural
 from training.text.corpus import TRAIN_SHARE, Corpus, rare_characters
-from training.text.records import splitting_of
+from training.text.records import LINES, splitting_of
 
 MAX_LISTED = 20  # characters named in an error message
 
@@ -33,17 +33,14 @@ class Origin:
     lineage: dict[str, Any]  # provenance of the weights, for training.json
 
 
-def inherited(path: str) -> dict[str, Any]:
-    """Return the settings that a run takes over from the checkpoint at `path` if the user does not give them.
+def inherited(checkpoint: Checkpoint, column: str | None = None) -> dict[str, Any]:
+    """Return the settings that a run takes over from its checkpoint: SHAPE and records.
 
-    These are SHAPE and records. `window_stages` is 1, because the checkpoint has already been trained on whole windows.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
+    `window_stages` is 1, because the checkpoint has already been trained on whole windows. column: the setting.
     """
-    checkpoint = Checkpoint.read(path)
     shape = {name: getattr(checkpoint.config, name) for name in SHAPE}
-    return shape | {"records": splitting_of(checkpoint).separator, "window_stages": 1}
+    records = splitting_of(checkpoint).separator if column is None else LINES
+    return shape | {"records": records, "window_stages": 1}
 
 
 def _lacking(
@@ -83,8 +80,8 @@ def _extend(weights: dict[str, Tensor], count: int, seed: int) -> None:
     weights["head.weight"] = torch.cat((head, head.mean(dim=0).expand(count, -1)))
 
 
-def load_origin(config: TrainConfig, corpus: Corpus) -> Origin:
-    """Return the checkpoint at `config.init_from`, adapted to the text of `corpus`, which is in the text's vocabulary.
+def load_origin(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus) -> Origin:
+    """Return the checkpoint of `config.init_from`, adapted to the text of `corpus`, which is in the text's vocabulary.
 
     A character that the checkpoint lacks is left to its unknown symbol if it occurs fewer than `config.min_count`
     times. Characters that the checkpoint has stay, however rare they are.
@@ -94,8 +91,6 @@ def load_origin(config: TrainConfig, corpus: Corpus) -> Origin:
         ConfigError: the checkpoint's shape differs from the config's, or it lacks characters and extend_vocabulary is
             not set.
     """
-    assert config.init_from is not None
-    checkpoint = Checkpoint.read(config.init_from)
     shape = config.model_config(checkpoint.tokenizer.vocab_size)
     differences = [
         f"{name} is {getattr(checkpoint.config, name)}, got {getattr(shape, name)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 from collections.abc import Callable, Set
@@ -112,6 +113,17 @@ def pick_device(device: str) -> Literal["cpu", "cuda"]:
     if device in ("auto", "cpu"):
         return "cpu"
     raise ConfigError(f"device {device!r} is not available on this machine")
+
+
+def keep_freed_memory() -> None:
+    """Make the allocator of glibc keep freed memory for reuse. With another C library, do nothing.
+
+    By default, the allocator returns large blocks to the kernel, and each step causes page faults to get them back.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in (-3, 1 << 30), (-1, 1 << 30), (-2, 1 << 26):  # mmap threshold, trim threshold, top pad
+            mallopt(parameter, value)
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -156,11 +156,10 @@ def _seconds(forward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
     return time.perf_counter() - started
 
 
-def refuse_other_weights(config: GPTConfig) -> None:
+def refuse_other_weights(model: GPT) -> None:
     """Raise Refusal if a checkpoint cannot hold the model's weights, by their names and shapes."""
-    with torch.random.fork_rng(devices=[]):
-        found = {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
-    files = layout(config)
+    found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    files = layout(model.config)
     for name in {**found, **files}:
         if found.get(name) == () or () in files.get(name, {}).values():
             raise Refusal(f"checkpoints hold no scalars: give the weight {name} the shape (1,) in gpt.py and layout()")

@@ -1,4 +1,4 @@
-"""The training loop. `Run.train` takes all steps of a run, `Run.step` takes one, and `Run.loss` is the loss it lowers.
+"""The training loop: `train` takes all steps of a run, `step` takes one, and `loss` is the loss that it lowers.
 
 A run that is killed at any moment and resumed on the same CPU ends with the same bytes as an uninterrupted run. A run
 on a GPU continues from the same state, but some of torch's sums have no fixed order there.
@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,215 +23,264 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.text.model import TextModel
+from training.fit.warnings import size_check
 from training.measure.counts import MAX_COUNTED, baselines
-from training.measure.losses import piece_loss, sampled_scores
+from training.measure.losses import Scores, piece_loss, sampled_scores
 from training.messages import plural, say
 from training.model.device import autocast
 from training.model.fused import FusedForward
 from training.model.loading import open_model
+from training.model.optim import lr_scale
+from training.model.selfcheck import NOT_SERVABLE, first_difference, is_servable
 from training.run.curves import draw_curves
+from training.run.estimate import Estimate
+from training.run.folder import RunFolder
 from training.run.progress import ProgressView, print_report, show_forwards
-from training.run.speed import matmul_peak
-from training.run.state import ESTIMATE_STEPS, STOPPING, RunState, catch_signals
-from training.text.batches import IGNORED, Part, micro_batches, packed, two_halves
+from training.run.run import ESTIMATE_STEPS, Run
+from training.run.signals import STOPPING, catch_signals
+from training.text.batches import IGNORED, Part, two_halves
 from training.text.records import separator_between
 
 SAMPLED_RECORDS = 5  # records sampled at each evaluation
 
 
-class Run(RunState):
-    """One run and its training steps."""
+def train(run: Run, folder: RunFolder, console: Console) -> None:
+    """Train from the current step to the end.
 
-    def train(self, console: Console) -> None:
-        """Train from the current step to the end.
+    Raises:
+        DivergedError: the loss, the gradient or a weight is not finite. OUT/last holds an earlier step.
+        StorageError: the folder cannot be written. The last save is intact.
+        InterruptedRun: a signal in STOPPING was received. The run has been saved.
+    """
+    config, progress, estimate = run.config, run.progress, Estimate(run)
+    console = console if folder.is_main else Console(quiet=True)
+    for line in introduction(run):
+        say(console, line)
+    check_forward(run, console)
+    with folder.writing(), catch_signals() as run.received, ProgressView(console, config) as view:
+        folder.save()
+        while True:
+            if evaluation_is_due(run):
+                folder.save()  # a failing evaluation must not cost any steps
+                view.show_evaluation(progress, evaluate(run, folder))
+            if progress.step and config.keep_every and progress.step % config.keep_every == 0:
+                folder.save_served(f"step-{progress.step:08}", run.model, {})
+            if progress.step == config.steps or progress.is_out_of_patience(config):
+                break
+            value = step(run, time.monotonic() - folder.saved_at > config.save_seconds)
+            view.show_step(progress, value)
+            if len(run.step_seconds) == ESTIMATE_STEPS and folder.is_main:
+                say(console, estimate.line(statistics.median(run.step_seconds)))
+            if progress.step % config.log_every == 0:
+                log_losses(run, folder)
+            if run.stopped or run.save_is_due:
+                folder.save()
+            if run.stopped:
+                if folder.is_main:
+                    draw_curves(folder.path)
+                raise folder.interrupted()
+        finish(run, folder, console)
 
-        Raises:
-            DivergedError: the loss, the gradient or a weight is not finite. OUT/last holds an earlier step.
-            StorageError: the folder cannot be written. The last save is intact.
-            InterruptedRun: a signal in STOPPING was received. The run has been saved.
-        """
-        config, progress = self.config, self.progress
-        console = console if self.world.is_main else Console(quiet=True)
-        self.introduce(console)
-        self.check_forward(console)
-        with self.writing(), catch_signals() as self.received, ProgressView(console, config) as view:
-            self.save()
-            while True:
-                if self.evaluation_is_due:
-                    self.save()  # a failing evaluation must not cost any steps
-                    view.show_evaluation(progress, self.evaluate())
-                if progress.step and config.keep_every and progress.step % config.keep_every == 0:
-                    self.save_served(f"step-{progress.step:08}", self.model, {})
-                if progress.step == config.steps or progress.is_out_of_patience(config):
-                    break
-                loss = self.step()
-                view.show_step(progress, loss)
-                if len(self.step_seconds) == ESTIMATE_STEPS and self.world.is_main:
-                    say(console, self.estimate(statistics.median(self.step_seconds)))
-                if progress.step % config.log_every == 0:
-                    self.log_losses()
-                if self.stopped or self.save_is_due:
-                    self.save()
-                if self.stopped:
-                    if self.world.is_main:
-                        draw_curves(self.out)
-                    raise self.interrupted(self.stopped)
-            self.finish(console)
 
-    @property
-    def evaluation_is_due(self) -> bool:
-        step, at_end = self.progress.step, self.progress.step == self.config.steps
-        is_regular = step % self.config.eval_every == 0 and (step > 0 or self.lineage is not None)
-        return step != self.progress.evaluated_step and (is_regular or at_end)
+def step(run: Run, save_is_due: bool = False) -> float:
+    """Take one optimizer step and return the loss before it.
 
-    def step(self) -> float:
-        """Take one optimizer step and return the loss before it."""
-        started, cpu_started = time.monotonic(), time.process_time()
-        config, progress = self.config, self.progress
-        self.gradients.all.zero_()
-        # Seed, step and process alone decide the masks of dropout, so a resumed run draws the same ones.
-        torch.manual_seed(zlib.crc32(f"{config.seed} {progress.step} {self.world.rank}".encode()))
-        parts, count = self.next_parts()
-        groups, each = (two_halves(parts), self.halves.map) if self.halves else ([[part] for part in parts], map)
-        for loss in each(lambda group: self.learn(group, count), groups):
-            self.gradients.extra[0] += loss
-        value, norm, cpu_seconds = self.reduce()
-        if not (math.isfinite(value) and math.isfinite(norm)):
-            raise self.diverged(progress.step, f"loss {value}, gradient norm {norm}")
-        self.optimizers.step(progress.step, progress.position / self.sampler.per_epoch)
-        progress.count_step(value, count, self.sampler.position, cpu_seconds)
-        self.cpu_seconds = time.process_time() - cpu_started
-        self.step_seconds.append(time.monotonic() - started)
-        progress.elapsed_seconds += self.step_seconds[-1]
-        return value
+    The processes share what each has received and whether a save is due, so that all act on it at the same step.
+    """
+    config, progress, flat = run.config, run.progress, run.gradients
+    started, cpu_started = time.monotonic(), time.process_time()
+    # Seed, step and process alone decide the masks of dropout, so a resumed run draws the same ones.
+    torch.manual_seed(zlib.crc32(f"{config.seed} {progress.step} {run.world.rank}".encode()))
 
-    def next_parts(self) -> tuple[list[Part], int]:
-        """Return this process's micro-batches of the next batch, and the number of targets in the whole batch."""
-        config, world = self.config, self.world
-        idx, targets = self.sampler.next_batch(self.rows)
-        if not config.records:
-            window = config.window_at(self.progress.step)
-            idx, targets = idx.reshape(-1, window), targets.reshape(-1, window)
-        count, own = int((targets != IGNORED).sum()), slice(world.rank, None, world.size)
-        number = config.accumulate * (2 if self.halves else 1)
-        if config.records and isinstance(self.forward, FusedForward):
-            return packed(idx[own], targets[own], number), count
-        return list(micro_batches(idx[own], targets[own], config.tokens_per_step // (world.size * number))), count
+    # Forward and backward, in two halves at once or one part after another.
+    flat.all.zero_()
+    parts, count = run.next_parts()
+    groups, each = (two_halves(parts), run.halves.map) if run.halves else ([[part] for part in parts], map)
+    for part in each(lambda group: learn(run, group, count), groups):
+        flat.extra[0] += part
 
-    def learn(self, parts: list[Part], count: int) -> Tensor:
-        """Add the gradients of the parts' loss, summed and divided by `count` targets, and return that loss."""
-        total = torch.zeros((), device=self.device)
-        for idx, targets, *lengths in parts:
-            loss = self.loss(self.to_device(idx), self.to_device(targets), *map(torch.from_numpy, lengths))
-            total = total + loss / count
-        total.backward()
-        return total.detach()
+    # Sum gradients, loss and what the processes share, and clip.
+    shared = [run.cpu_seconds, save_is_due, *(number in run.received for number in STOPPING)]
+    flat.extra[1:] = run.to_device(np.array(shared, dtype=np.float32))
+    run.world.all_reduce_(flat.all)
+    norms = flat.clip_(config.grad_clip)
+    # The only device synchronization of a step.
+    norm, value, cpu_seconds, is_due, *are_received = torch.cat((norms[None], flat.extra)).tolist()
+    run.stopped = next(itertools.compress(STOPPING, are_received), None)
+    run.save_is_due = bool(is_due)
+    if not (math.isfinite(value) and math.isfinite(norm)):
+        raise run.diverged(progress.step, f"loss {value}, gradient norm {norm}")
 
-    def loss(self, idx: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
-        """Return the summed loss of idx (B, T) against targets (B, T), or against the teachers if the run has any.
+    run.optimizers.step(progress.step, progress.position / run.sampler.per_epoch)
+    progress.count_step(value, count, run.sampler.position, cpu_seconds)
+    run.cpu_seconds = time.process_time() - cpu_started
+    run.step_seconds.append(time.monotonic() - started)
+    progress.elapsed_seconds += run.step_seconds[-1]
+    return value
 
-        Positions whose target is IGNORED do not count. lengths: lengths of packed rows, an argument of FusedForward.
-        """
-        with autocast(self.config):
-            logits = self.forward(idx, *lengths)  # (B, T, V)
-        if self.teachers:
-            expected = self.teachers(idx, *lengths) * (targets != IGNORED)[..., None]  # (B, T, V)
-            return F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(0, 1), reduction="sum")
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
-    def reduce(self) -> tuple[float, float, float]:
-        """Sum gradients, losses and CPU seconds over the processes, and clip the gradients.
+def learn(run: Run, parts: list[Part], count: int) -> Tensor:
+    """Add the gradients of the parts' loss, summed and divided by `count` targets, and return that loss."""
+    total = torch.zeros((), device=run.device)
+    for idx, targets, *lengths in parts:
+        summed = loss(run, run.to_device(idx), run.to_device(targets), *map(torch.from_numpy, lengths))
+        total = total + summed / count
+    total.backward()
+    return total.detach()
 
-        The same call shares signals and due saves, so that all processes act on them at the same step. Returns the
-        loss, the gradients' norm before clipping, and the CPU seconds of the previous step.
-        """
-        flat, config = self.gradients, self.config
-        save_is_due = time.monotonic() - self.saved_at > config.save_seconds
-        signals = [number in self.received for number in STOPPING]
-        flat.extra[1:] = self.to_device(np.array([self.cpu_seconds, save_is_due, *signals], dtype=np.float32))
-        self.world.all_reduce_(flat.all)
-        norm = flat.clip_(config.grad_clip)
-        values = torch.cat((norm[None], flat.extra)).tolist()  # the only device synchronization of a step
-        norm_value, loss, cpu_seconds, save_is_due, *are_received = values
-        self.stopped = next(itertools.compress(STOPPING, are_received), None)
-        self.save_is_due = bool(save_is_due)
-        return loss, norm_value, cpu_seconds
 
-    def evaluate(self) -> dict[str, Any]:
-        """Measure the validation loss, save the weights if they are the best so far, and return the logged record."""
-        progress, model = self.progress, self.model
-        model.eval()
-        val_loss = self.validation_loss(model)
-        if not math.isfinite(val_loss):
-            raise self.diverged(progress.step - 1, f"validation loss {val_loss}")
-        progress.evaluated_step = progress.step
-        record = {"event": "evaluation", "step": progress.step, "val_loss": val_loss}
-        if steps := progress.interval_steps:
-            record |= {"mean_train_loss": progress.interval_loss_sum / steps, "mean_of_steps": steps}
-            progress.interval_loss_sum, progress.interval_steps = 0.0, 0
-        if self.config.sample_chars and self.world.is_main:
-            record["sample"] = self.sample(model)
-        if progress.best_val_loss is None or val_loss < progress.best_val_loss:
-            progress.best_step, progress.best_val_loss = progress.step, val_loss
-            progress.best_elapsed_seconds, progress.best_cpu_seconds = progress.elapsed_seconds, progress.cpu_seconds
-            progress.best_characters = progress.characters
-            self.save_served("best", model, {"val": val_loss})
-        self.log(record)
-        self.model.train()
-        return record
+def loss(run: Run, idx: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
+    """Return the summed loss of idx (B, T) against targets (B, T), or against the teachers if the run has any.
 
-    def sample(self, model: GPT) -> str:
-        """Return the beginning of a text, or some records."""
-        corpus, fields = self.corpus, {"max_tokens": self.config.sample_chars, "seed": self.config.seed}
-        text = TextModel(corpus.tokenizer, corpus.record_end, model.config.receptive_field)
-        with open_model(model, text, slots=SAMPLED_RECORDS) as served:
-            if corpus.record_end is not None:
-                records = served.generate(n=SAMPLED_RECORDS, **fields).texts
-                return separator_between(corpus.separator, corpus.record_end).join(records)
-            first = "\n" if "\n" in corpus.tokenizer else corpus.tokenizer.decode([int(corpus.train[0])])
-            return first + served.generate(first, **fields).text
+    Positions whose target is IGNORED do not count. lengths: lengths of packed rows, an argument of FusedForward.
+    """
+    with autocast(run.config):
+        logits = run.forward(idx, *lengths)  # (B, T, V)
+    if run.teachers:
+        expected = run.teachers(idx, *lengths) * (targets != IGNORED)[..., None]  # (B, T, V)
+        return F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(0, 1), reduction="sum")
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
-    def validation_loss(self, model: GPT) -> float:
-        """Return the mean loss over the validation split, or its first eval_chars. The processes share the work."""
-        ids, world = self.corpus.val, self.world
-        starts, lengths = self.val_pieces
-        count = len(lengths)
-        if self.config.eval_chars:
-            count = max(1, int(np.searchsorted(np.cumsum(lengths), self.config.eval_chars, "right")))
-        own = world.shard(count)
-        with autocast(self.config):  # finish() scores the best weights in fp32, as they are served
-            part = piece_loss(model, ids, starts[own], lengths[own]) * int(lengths[own].sum())
-        return world.all_reduce_(torch.tensor(part, dtype=torch.float64)).item() / int(lengths[:count].sum())
 
-    def finish(self, console: Console) -> None:
-        """Score the best weights and the baselines on the validation split, save, and print the report."""
-        self.progress.finished = True
-        if not self.world.is_main:
-            self.save()
-            return
-        best = Checkpoint.read(self.out / "best").load_model(self.device)
-        corpus, val = self.corpus, self.corpus.val
-        count = min(self.scored_characters(self.progress.characters), len(val))
-        with show_forwards(console, "scoring the validation split", self.scorings * count) as advance:
-            scores = sampled_scores(best, val, count, corpus.records is not None, corpus.train, advance)
-        if not all(map(math.isfinite, scores.losses.values())):
-            raise self.diverged(self.progress.best_step or 0, f"validation loss {scores.losses['whole']}")
-        self.scored = {"scored_characters": scores.characters}
-        if MAX_COUNTED < len(corpus.train):
-            self.scored["counted_characters"] = MAX_COUNTED
-            trained = plural(len(corpus.train), "training character")
-            say(console, f"counting n-grams in a sample: {MAX_COUNTED:,} of {trained}")
-        vocab_size, records = corpus.tokenizer.vocab_size, corpus.records is not None
-        losses = {**scores.losses, **baselines(corpus.train, val, vocab_size, records, scores.places)}
-        if scores.standard_error is not None:
-            self.scored["standard_error"] = scores.standard_error
-        self.save_served("best", best, losses, self.progress.at_best)
-        rate = self.progress.characters / self.progress.elapsed_seconds
-        devices = 1 if self.device.type == "cpu" else self.world.size
-        peak = matmul_peak(self.device, getattr(torch, self.config.dtype)) * devices
-        share = rate * self.flops_per_character(self.mean_window) / peak
-        speed = {"characters_per_second": rate, "matmul_peak_flops": peak, "peak_share": share}
-        self.log({"event": "end", "step": self.progress.step, **losses, **self.scored, **speed})
-        draw_curves(self.out)
-        self.save()
-        print_report(console, self.config, self.progress, losses, speed, self.out, scores, len(val) - 1)
+def evaluation_is_due(run: Run) -> bool:
+    step, at_end = run.progress.step, run.progress.step == run.config.steps
+    is_regular = step % run.config.eval_every == 0 and (step > 0 or run.lineage is not None)
+    return step != run.progress.evaluated_step and (is_regular or at_end)
+
+
+def evaluate(run: Run, folder: RunFolder) -> dict[str, Any]:
+    """Measure the validation loss, save the weights if they are the best so far, and return the logged record."""
+    progress = run.progress
+    run.model.eval()
+    val_loss = validation_loss(run)
+    if not math.isfinite(val_loss):
+        raise run.diverged(progress.step - 1, f"validation loss {val_loss}")
+    progress.evaluated_step = progress.step
+    record = {"event": "evaluation", "step": progress.step, "val_loss": val_loss}
+    if steps := progress.interval_steps:
+        record |= {"mean_train_loss": progress.interval_loss_sum / steps, "mean_of_steps": steps}
+        progress.interval_loss_sum, progress.interval_steps = 0.0, 0
+    if run.config.sample_chars and folder.is_main:
+        record["sample"] = sample(run)
+    if progress.best_val_loss is None or val_loss < progress.best_val_loss:
+        progress.set_best(val_loss)
+        folder.save_served("best", run.model, {"val": val_loss})
+    folder.log(record)
+    run.model.train()
+    return record
+
+
+def validation_loss(run: Run) -> float:
+    """Return the mean loss over the validation split, or its first eval_chars. The processes share the work."""
+    ids, world = run.corpus.val, run.world
+    starts, lengths = run.val_pieces
+    count = len(lengths)
+    if run.config.eval_chars:
+        count = max(1, int(np.searchsorted(np.cumsum(lengths), run.config.eval_chars, "right")))
+    own = world.shard(count)
+    with autocast(run.config):  # finish() scores the best weights in fp32, as they are served
+        part = piece_loss(run.model, ids, starts[own], lengths[own]) * int(lengths[own].sum())
+    return world.all_reduce_(torch.tensor(part, dtype=torch.float64)).item() / int(lengths[:count].sum())
+
+
+def sample(run: Run) -> str:
+    """Return the beginning of a text, or some records."""
+    corpus, fields = run.corpus, {"max_tokens": run.config.sample_chars, "seed": run.config.seed}
+    text = TextModel(corpus.tokenizer, corpus.record_end, run.model.config.receptive_field)
+    with open_model(run.model, text, slots=SAMPLED_RECORDS) as served:
+        if corpus.record_end is not None:
+            records = served.generate(n=SAMPLED_RECORDS, **fields).texts
+            return separator_between(corpus.separator, corpus.record_end).join(records)
+        first = "\n" if "\n" in corpus.tokenizer else corpus.tokenizer.decode([int(corpus.train[0])])
+        return first + served.generate(first, **fields).text
+
+
+def log_losses(run: Run, folder: RunFolder) -> None:
+    """Log the mean training loss since the previous call."""
+    progress, config = run.progress, run.config
+    scale = lr_scale(progress.step - 1, config)
+    folder.log({
+        "event": "train",
+        "step": progress.step,
+        "train_loss": progress.loss_sum / progress.loss_steps,
+        "muon_lr": config.muon_lr * scale,
+        "adamw_lr": config.adamw_lr * scale,
+        "characters_per_second": round(progress.characters / progress.elapsed_seconds),
+    })  # fmt: skip
+    progress.loss_sum, progress.loss_steps = 0.0, 0
+
+
+def finish(run: Run, folder: RunFolder, console: Console) -> None:
+    """Score the best weights and the baselines on the validation split, save, and print the report."""
+    run.progress.finished = True
+    if not folder.is_main:
+        folder.save()
+        return
+    best = Checkpoint.read(folder.path / "best").load_model(run.device)
+    scores = score(run, best, console)
+    folder.scored = {"scored_characters": scores.characters}
+    losses = {**scores.losses, **counted_losses(run, folder, scores, console)}
+    if scores.standard_error is not None:
+        folder.scored["standard_error"] = scores.standard_error
+    folder.save_served("best", best, losses, run.progress.at_best)
+    speed = Estimate(run).speed()
+    folder.log({"event": "end", "step": run.progress.step, **losses, **folder.scored, **speed})
+    draw_curves(folder.path)
+    folder.save()
+    print_report(console, run.config, run.progress, losses, speed, folder.path, scores, len(run.corpus.val) - 1)
+
+
+def score(run: Run, model: GPT, console: Console) -> Scores:
+    """Return the losses of the final report."""
+    corpus, estimate = run.corpus, Estimate(run)
+    count = min(estimate.scored_characters(run.progress.characters), len(corpus.val))
+    with show_forwards(console, "scoring the validation split", estimate.scorings * count) as advance:
+        scores = sampled_scores(model, corpus.val, count, corpus.records is not None, corpus.train, advance)
+    if not all(map(math.isfinite, scores.losses.values())):
+        raise run.diverged(run.progress.best_step or 0, f"validation loss {scores.losses['whole']}")
+    return scores
+
+
+def counted_losses(run: Run, folder: RunFolder, scores: Scores, console: Console) -> dict[str, float]:
+    """Return the losses of the baselines on the characters scored."""
+    corpus = run.corpus
+    if MAX_COUNTED < len(corpus.train):
+        folder.scored["counted_characters"] = MAX_COUNTED
+        trained = plural(len(corpus.train), "training character")
+        say(console, f"counting n-grams in a sample: {MAX_COUNTED:,} of {trained}")
+    is_split = corpus.records is not None
+    return baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size, is_split, scores.places)
+
+
+def introduction(run: Run) -> Iterator[str]:
+    """Yield the sizes of the text and the run, and before the first step the warnings of `size_check`."""
+    config, progress, corpus = run.config, run.progress, run.corpus
+    steps, num_parameters = config.steps - progress.step, run.model.config.num_parameters
+    epochs = f"{steps * run.rows / run.sampler.per_epoch:.3g}"
+    in_a_step = plural(run.rows, "record") if config.records else plural(config.tokens_per_step, "character")
+    yield (
+        f"{corpus.name}: {plural(len(corpus.ids), 'character')}, {plural(corpus.symbols, 'symbol')}; "
+        f"{num_parameters:,} parameters; {config.dtype} on {config.device}, "
+        f"{plural(run.world.size, 'process')} of {plural(config.threads, 'thread')}; "
+        f"{plural(steps, 'step')} of {in_a_step}, "
+        f"{epochs} epoch{'' if epochs == '1' else 's'}"
+    )
+    if progress.step == 0 and run.world.is_main:
+        yield from size_check(corpus, config, num_parameters)
+
+
+def check_forward(run: Run, console: Console) -> None:
+    """Replace the fast forward by autograd, and print a line, if it does not compute GPT.forward."""
+    config, model, difference = run.config, run.model.config, None
+    if isinstance(run.forward, FusedForward):
+        rows = min(config.batch_size, max(1, config.tokens_per_step // config.block_size // run.world.size))
+        difference = first_difference(model, run.forward.dtype, rows)
+    # This call is also a barrier, because the first save replaces files that every process reads.
+    if run.world.all_reduce_(torch.tensor([float(difference is not None)])).item():
+        run.forward = run.model
+        if run.teachers:
+            run.teachers.use_autograd()
+    if difference:
+        say(console, f"gpt.py has changed: {difference}")
+    if run.world.is_main and not is_servable(model):
+        say(console, NOT_SERVABLE)

@@ -20,7 +20,8 @@ from torch import Tensor
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from training.config import TrainConfig
-from training.messages import Refusal
+from training.fit.settings import Settings
+from training.run.errors import ResumeError
 
 FORMAT_VERSION = 7
 STATE = "state.json"
@@ -32,10 +33,6 @@ TENSORS = "state.safetensors"
 CHANGEABLE = frozenset(
     "steps patience log_every save_seconds keep_every sample_chars score_chars weights tensorboard".split()
 )
-
-
-class ResumeError(Refusal):
-    """A run cannot be resumed or must not be overwritten. The message gives the reason and what to do."""
 
 
 @dataclass
@@ -70,6 +67,11 @@ class Progress:
         self.interval_steps += 1
         self.cpu_seconds += cpu_seconds
 
+    def set_best(self, val_loss: float) -> None:
+        """Note that the present weights are the best so far."""
+        self.best_step, self.best_val_loss, self.best_characters = self.step, val_loss, self.characters
+        self.best_elapsed_seconds, self.best_cpu_seconds = self.elapsed_seconds, self.cpu_seconds
+
     def is_out_of_patience(self, config: TrainConfig) -> bool:
         """Return whether `config.patience` evaluations have passed without a new best."""
         if not config.patience or self.best_step is None or self.evaluated_step is None:
@@ -86,21 +88,13 @@ class Progress:
 
 
 def pack(
-    config: TrainConfig,
-    resolved: Mapping[str, Any],
-    data: Mapping[str, Any],
-    progress: Progress,
-    tensors: Mapping[str, Tensor],
-    processes: int,
+    settings: Settings, data: Mapping[str, Any], progress: Progress, tensors: Mapping[str, Tensor], processes: int
 ) -> dict[str, bytes]:
-    """Return the files to add to a checkpoint.
-
-    resolved: the values that replace "auto". data: `Corpus.describe()`. tensors: the live tensors by name.
-    """
+    """Return the files to add to a checkpoint. data: `Corpus.describe()`. tensors: the live tensors by name."""
     state = {
         "format_version": FORMAT_VERSION,
-        "config": config.as_dict(),
-        "found": dict(resolved),
+        "config": settings.requested.as_dict(),
+        "found": dict(settings.resolved),
         "processes": processes,
         "data": dict(data),
         "progress": asdict(progress),
@@ -137,25 +131,31 @@ class Saved:
         config, progress = TrainConfig(**state["config"]), Progress(**state["progress"])
         return cls(checkpoint, config, state["found"], state["processes"], state["data"], progress)
 
+    def settings(self, given: Mapping[str, Any]) -> Settings:
+        """Return the settings with which the run goes on if the user gives some of them.
+
+        The paths of its text may change, because it may have moved.
+
+        Raises:
+            ResumeError: a setting differs from the saved one and is not CHANGEABLE.
+        """
+        before = self.config.as_dict()
+        changed = {name: value for name, value in given.items() if name == "data" or before[name] != value}
+        wrong = [
+            f"{name} was {before[name]!r}, got {changed[name]!r}"
+            for name in changed
+            if name not in {*CHANGEABLE, "data"}
+        ]
+        if wrong:
+            raise ResumeError(
+                f"settings cannot be changed on resume: {'; '.join(wrong)}. Omit them, or start another run; what can "
+                f"be changed is {', '.join(sorted(CHANGEABLE))}"
+            )
+        return Settings(changed, inherited=before, resolved=self.resolved)
+
     def restore(self, model: GPT, tensors: Mapping[str, Tensor]) -> None:
         """Copy the saved state into `model`, and into `tensors` by name."""
         model.load_state_dict(self.checkpoint.load_model().state_dict())
         saved = load(self.checkpoint.read_file(TENSORS))
         for name, tensor in tensors.items():
             tensor.detach().copy_(saved[name])
-
-
-def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in `given` that differ from the saved ones.
-
-    Raises:
-        ResumeError: one of them is not CHANGEABLE.
-    """
-    changed = {name: value for name, value in given.items() if saved[name] != value}
-    wrong = [f"{name} was {saved[name]!r}, got {changed[name]!r}" for name in changed if name not in CHANGEABLE]
-    if wrong:
-        raise ResumeError(
-            f"settings cannot be changed on resume: {'; '.join(wrong)}. Omit them, or start another run; what can be "
-            f"changed is {', '.join(sorted(CHANGEABLE))}"
-        )
-    return changed

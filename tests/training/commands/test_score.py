@@ -18,14 +18,11 @@ from service.engine import native
 from service.model.gpt import SwiGLU
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
-from tests.training.runs import tiny
+from tests.training.runs import new_run, tiny
 from training.measure.losses import engine_sums, fast_piece_sums, piece_sums, sampled_scores
-from training.model.device import resolve_auto
-from training.run.distributed import World
-from training.run.loop import Run
+from training.run.estimate import Estimate
 from training.run.saving import save_checkpoint
 from training.text.batches import record_pieces
-from training.text.corpus import prepare
 
 EXACT = random_model(torch.float64)
 HALF = 1e-3  # the service stores keys and values in half precision
@@ -311,11 +308,11 @@ def test_the_estimate_counts_streamed_text_at_its_own_speed(tmp_path, monkeypatc
         return sums
 
     config = tiny(tmp_path, score_chars="all", dtype="float32")
-    run = Run(config, resolve_auto(config, 1), prepare(config.data), tmp_path / "out", World())
+    run = new_run(config)
     monkeypatch.setattr("training.measure.losses.fast_piece_sums", slow)
-    monkeypatch.setattr("training.run.state.time.monotonic", lambda: now)
+    monkeypatch.setattr("training.run.estimate.time.monotonic", lambda: now)
     said = f"about 6 s to the end: 0 s of training, 6 s of scoring {len(run.corpus.val)} validation characters"
-    assert run.estimate(0.0) == said and len(run.corpus.val) == 298
+    assert Estimate(run).line(0.0) == said and len(run.corpus.val) == 298
 
 
 def test_rows_go_to_a_file_while_the_terminal_shows_a_bar(checkpoint, lines, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ def source(tmp_path):
 
 def config(tmp_path, source, **changes):
     fields = {"data": str(tmp_path / "text.txt"), "init_from": str(source.path), "dtype": "float32", **STEPS}
-    return TrainConfig(**inherited(source.path) | fields | changes)
+    return TrainConfig(**inherited(source) | fields | changes)
 
 
 def test_a_run_starts_from_the_weights_and_keeps_vocabulary_and_shape(tmp_path, source):
@@ -78,7 +78,7 @@ def test_missing_characters_are_listed(tmp_path, source):
 def test_extending_the_vocabulary_preserves_existing_ids_and_logits(tmp_path, source):
     (tmp_path / "text.txt").write_text(TEXT + "1é漢")
     corpus = prepare(str(tmp_path / "text.txt"))
-    origin = load_origin(config(tmp_path, source, extend_vocabulary=True), corpus)
+    origin = load_origin(source, config(tmp_path, source, extend_vocabulary=True), corpus)
     assert origin.tokenizer.characters == [*VOCABULARY, "1", "é", "漢"]
     old = source.load_model()
     extended = type(old)(dataclasses.replace(source.config, vocab_size=64)).eval()

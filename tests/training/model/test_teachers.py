@@ -8,12 +8,11 @@ import torch
 from service.model.checkpoint import Checkpoint, CheckpointError
 from tests import reference
 from tests.helpers import call, save_random
-from tests.training.runs import STEPS, crash, flags, resume, start, tiny, weights
+from tests.training.runs import STEPS, crash, flags, new_run, resume, start, tiny, weights
 from training.config import ConfigError
 from training.measure.losses import whole_loss
-from training.run.distributed import World
-from training.run.loop import Run
-from training.run.saved import ResumeError
+from training.run import loop
+from training.run.errors import ResumeError
 from training.text.batches import IGNORED
 from training.text.corpus import prepare
 
@@ -33,13 +32,8 @@ def config(tmp_path, **changes):
     return tiny(tmp_path, **{"dtype": "float32", "teachers": teachers, **changes})
 
 
-def run_of(config, out):
-    resolved = {"device": "cpu", "dtype": "float32", "threads": 1}
-    return Run(config, resolved, prepare(config.data), out, World())
-
-
 def test_the_loss_is_that_against_the_teachers_mean(tmp_path):
-    run = run_of(config(tmp_path, dropout=0.0), tmp_path / "out")
+    run = new_run(config(tmp_path, dropout=0.0))
     with torch.no_grad():
         run.model.head.weight.normal_()
     idx = torch.tensor([[1, 2, 3, 4, 0], [0, 1, 1, 2, 2]])
@@ -53,7 +47,7 @@ def test_the_loss_is_that_against_the_teachers_mean(tmp_path):
                 for each in taught:
                     probabilities = reference.softmax(each[place])
                     expected -= sum(p / 2 * q for p, q in zip(probabilities, own[row][place], strict=True))
-    assert run.loss(idx, targets).item() == pytest.approx(expected, rel=1e-5)
+    assert loop.loss(run, idx, targets).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_fine_tuned_run_takes_teachers_of_its_vocabulary(tmp_path):

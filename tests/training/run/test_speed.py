@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from tests.bench.nanogpt import NanoGPT, Recipe
-from training.run.speed import flops_per_character
+from training.run.estimate import flops_per_character
 
 
 @pytest.mark.parametrize(

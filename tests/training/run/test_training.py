@@ -32,9 +32,11 @@ from service.model.gpt import GPT
 from service.model.ngrams import NGRAMS, NGrams
 from tests.helpers import call, random_model, save_random
 from tests.toolbox.disk import SmallDisk
-from tests.training.runs import SHAPE, STEPS, TEXT, Fork, crash, events, flags, resume, start, tiny, weights
+from tests.training.runs import SHAPE, STEPS, TEXT, Fork, crash, events, flags, new_run, resume, start, tiny, weights
 from training.config import ConfigError, TrainConfig
-from training.fit.presets import SETTINGS, fitted, regularization
+from training.fit.plan import plan
+from training.fit.rules import regularization
+from training.fit.settings import Settings
 from training.measure.counts import KneserNey
 from training.measure.losses import (
     piece_loss,
@@ -45,13 +47,14 @@ from training.measure.losses import (
     whole_loss,
 )
 from training.model import fused
-from training.model.device import resolve_auto, suitable_dtype
-from training.run.distributed import World
-from training.run.folder import exclusive
-from training.run.loop import Run
+from training.model.device import suitable_dtype
+from training.run import loop
+from training.run.errors import DivergedError, ResumeError
+from training.run.folder import RunFolder, exclusive
 from training.run.resume import resume as resume_run
-from training.run.saved import ResumeError, Saved
-from training.run.state import DivergedError, catch_signals
+from training.run.run import Run
+from training.run.saved import Saved
+from training.run.signals import catch_signals
 from training.text.batches import PACK, record_pieces, window_pieces
 from training.text.corpus import prepare, sampler_of
 
@@ -162,7 +165,7 @@ def test_records_that_fit_the_window_are_scored_once():
 
 def test_scoring_is_bounded_by_the_training(tmp_path, monkeypatch):
     """It once took four minutes after 24 s."""
-    monkeypatch.setattr("training.run.state.MIN_SCORED", 30)
+    monkeypatch.setattr("training.run.estimate.MIN_SCORED", 30)
     config, outs = tiny(tmp_path), [tmp_path / name for name in ("auto", "all", "number")]
     for out, fields in zip(outs, ({}, {"score_chars": "all"}, {"score_chars": "100"}), strict=True):
         start(replace(config, **fields), out)
@@ -293,12 +296,12 @@ def test_a_second_crash_before_the_next_log_line_keeps_the_log(uninterrupted, tm
 
 
 def test_a_failing_evaluation_costs_no_steps(uninterrupted, tmp_path, monkeypatch):
-    evaluate, out = Run.evaluate, tmp_path / "out"
-    monkeypatch.setattr(Run, "evaluate", lambda run: 1 / 0)
+    evaluate, out = loop.evaluate, tmp_path / "out"
+    monkeypatch.setattr(loop, "evaluate", lambda run, folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start(tiny(tmp_path, dtype="float32"), out)
     assert (progress(out)["step"], progress(out)["position"]) == (8, 32)
-    monkeypatch.setattr(Run, "evaluate", evaluate)
+    monkeypatch.setattr(loop, "evaluate", evaluate)
     resume(out)
     assert weights(out) == weights(uninterrupted) and events(out) == events(uninterrupted)
 
@@ -368,16 +371,18 @@ def test_a_full_disk_loses_no_saved_work(
     uninterrupted, small_disk, tmp_path, monkeypatch, capsys, where, after, room, named
 ):
     out = small_disk.path / "out"
-    method = getattr(Run, where)
+    owner = loop if where == "finish" else RunFolder
+    function = getattr(owner, where)
 
-    def fill_first(run: Run, *arguments: object) -> None:
+    def fill_first(first: Run | RunFolder, *arguments: object) -> None:
+        run = first if isinstance(first, Run) else first.run
         if run.progress.step >= after and not small_disk.ballast.exists():
             small_disk.fill(room)
-        return method(run, *arguments)
+        return function(first, *arguments)
 
     again = ["train", "--resume", "--out", out, "--save-seconds", "1234.5"]
     with monkeypatch.context() as patch:
-        patch.setattr(Run, where, fill_first)
+        patch.setattr(owner, where, fill_first)
         assert call(["train", "--out", out, *tiny_flags(tmp_path, dtype="float32")]) == 1
     *progress, error = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: cannot write {out / named}: No space left on device. "), error
@@ -500,7 +505,7 @@ def test_nohup_is_heard(tmp_path):
 @pytest.mark.parametrize("poison", ["loss", "gradient", "weights", "validation"])
 def test_a_run_that_diverges_stops_before_anything_that_is_not_finite_is_saved(tmp_path, monkeypatch, poison):
     """Weights can overflow after finite gradients, and before the next loss could tell."""
-    loss, step, out = Run.loss, Run.step, tmp_path / "out"
+    loss, step, out = loop.loss, loop.step, tmp_path / "out"
 
     def poisoned(run: Run, *given: torch.Tensor | None) -> torch.Tensor:
         value = loss(run, *given)
@@ -508,17 +513,17 @@ def test_a_run_that_diverges_stops_before_anything_that_is_not_finite_is_saved(t
             value = value * math.nan if poison == "loss" else value + (run.model.embed.weight.sum() * 0).sqrt()
         return value
 
-    def overflow(run):
-        value = step(run)
+    def overflow(run, save_is_due):
+        value = step(run, save_is_due)
         if run.progress.step == 11:
             next(run.model.parameters()).data[0, 0] = math.inf
             run.save_is_due = True
         return value
 
-    monkeypatch.setattr(Run, "loss", poisoned)
-    monkeypatch.setattr(Run, "step", overflow if poison == "weights" else step)
+    monkeypatch.setattr(loop, "loss", poisoned)
+    monkeypatch.setattr(loop, "step", overflow if poison == "weights" else step)
     if poison == "validation":
-        monkeypatch.setattr(Run, "validation_loss", lambda run, model: math.nan)
+        monkeypatch.setattr(loop, "validation_loss", lambda run: math.nan)
     diverged = r"11: .*nan.* at muon_lr 0.\d+ and adamw_lr "
     what = {"weights": "11: weights are not finite, ", "validation": "8: validation loss nan"}.get(poison, diverged)
     with pytest.raises(DivergedError, match=rf"diverged at step {what}.*{out / 'last'}"):
@@ -565,20 +570,20 @@ def test_packed_records_are_learned_from_as_padded_ones_are(tmp_path, changes):
     for path in ("auto", "false"):
         fields = {"dropout": 0.0, "dtype": "float32", "batch_size": 12, **changes}
         config = tiny(tmp_path, **fields, records=True, fused=path)
-        corpus = prepare(config.data, records=True)
-        run = Run(config, resolve_auto(config, 1), corpus, tmp_path / "out", World())
-        run.received, shapes, loss_of = [], [], run.loss
+        run = new_run(config)
+        shapes, loss_of = [], loop.loss
         torch.manual_seed(0)
         with torch.no_grad():
             for parameter in run.model.parameters():  # the projections of a new model are zero
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
-        def loss(idx, targets, *lengths, loss_of=loss_of, shapes=shapes):
+        def loss(run, idx, targets, *lengths, loss_of=loss_of, shapes=shapes):
             shapes.append((tuple(idx.size()), len(lengths)))
-            return loss_of(idx, targets, *lengths)
+            return loss_of(run, idx, targets, *lengths)
 
-        run.loss = loss
-        found.append((run.step(), run.gradients.all.clone(), shapes))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "loss", loss)
+            found.append((loop.step(run), run.gradients.all.clone(), shapes))
     (loss, gradients, packed), (expected_loss, expected, padded) = found
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     torch.testing.assert_close(gradients[:-5], expected[:-5], rtol=1e-4, atol=1e-5 * expected[:-5].abs().max().item())
@@ -615,7 +620,7 @@ def test_a_finished_run_goes_on_with_more_steps(uninterrupted, tmp_path, name):
 
 def test_training_json_of_the_best_is_of_its_step(tmp_path, monkeypatch):
     losses = iter([2.0, 1.0, 1.0])  # of equal ones the first is the best
-    monkeypatch.setattr(Run, "validation_loss", lambda run, model: next(losses))
+    monkeypatch.setattr(loop, "validation_loss", lambda run: next(losses))
     start(tiny(tmp_path), tmp_path / "out")
     best, last = (Checkpoint.read(tmp_path / "out" / name).training for name in ("best", "last"))
     assert (best["step"], best["characters_seen"]) == (16, 16 * 32)
@@ -630,10 +635,17 @@ def test_ctrl_c_while_loading_is_quiet(tmp_path):
     ended_by(process, signal.SIGINT, 130)
 
 
+def planned(settings, corpus, *options):
+    """The config by a plan, and the settings that the plan changed."""
+    fitted = plan(settings, corpus, *options).fitted
+    preset, config = TrainConfig.from_preset(settings.preset), replace(settings, fitted=fitted).requested
+    return config, {name: value for name, value in fitted.items() if value != getattr(preset, name)}
+
+
 def test_a_text_of_a_few_lines_is_trained_on_for_a_few_epochs(tmp_path, capsys):
     """With the default preset."""
     (tmp_path / "lines.txt").write_text(TEXT[:300])
-    decided, _ = fitted(TrainConfig(), prepare(str(tmp_path / "lines.txt")), SETTINGS)
+    decided, _ = planned(Settings({}), prepare(str(tmp_path / "lines.txt")))
     assert (decided.block_size, decided.steps, decided.batch_size) == (64, 100, 16)
     (tmp_path / "text.txt").write_text(TEXT[:40])
     few = flags(data=tmp_path / "text.txt", out=tmp_path / "out", threads=1, dtype="float32", steps=8)
@@ -651,25 +663,25 @@ FEWER = {"steps": 100, "warmup_steps": 25, "eval_every": 10, "patience": 3}
 
 
 @pytest.mark.parametrize(
-    ("changes", "adaptable", "expected"),
+    ("given", "expected"),
     [
-        ({}, SETTINGS, SMALL),
-        ({}, SETTINGS - {"steps"}, {**MODEL, "block_size": 256, "eval_every": 280, "patience": 3}),
-        ({"n_embd": 64}, SETTINGS - {"n_embd"}, {**SMALL, "n_layer": 6, "dropout": 0.0, "weight_decay": 0.2}),
-        ({}, SETTINGS - {"batch_size"}, SMALL),
-        ({"steps": 99}, SETTINGS - {"steps"}, SMALL | {"steps": 99, "warmup_steps": 24, "eval_every": 12}),
-        ({"block_size": 4096}, SETTINGS - {"block_size"}, {**MODEL, "batch_size": 1, **FEWER}),
-        ({}, frozenset(), {}),
+        ({}, SMALL),
+        ({"steps": TrainConfig.steps}, {**MODEL, "block_size": 256, "eval_every": 280, "patience": 3}),
+        ({"n_embd": 64}, {**SMALL, "n_layer": 6, "dropout": 0.0, "weight_decay": 0.2}),
+        ({"batch_size": TrainConfig.batch_size}, SMALL),
+        ({"steps": 99}, SMALL | {"steps": 99, "warmup_steps": 24, "eval_every": 12}),
+        ({"block_size": 4096}, {**MODEL, "batch_size": 1, **FEWER}),
+        (TrainConfig().as_dict(), {}),
     ],
 )
-def test_a_small_text_decides_what_was_not_set(tmp_path, changes, adaptable, expected):
+def test_a_small_text_decides_what_was_not_set(tmp_path, given, expected):
     (tmp_path / "text.txt").write_text(TEXT * 12)
     corpus = prepare(str(tmp_path / "text.txt"))
-    config, preset = TrainConfig(**changes), TrainConfig()
-    found, changed = fitted(config, corpus, adaptable, preset=preset)
-    expected = {name: value for name, value in expected.items() if value != getattr(config, name)}
-    assert found == replace(config, **expected)
-    assert changed == {name: value for name, value in expected.items() if name in adaptable}
+    found, changed = planned(Settings(given), corpus)
+    preset = TrainConfig()
+    expected = {name: value for name, value in expected.items() if value != getattr(preset, name)}
+    assert found == TrainConfig(**given | {name: value for name, value in expected.items() if name not in given})
+    assert changed == {name: value for name, value in expected.items() if name not in given}
 
 
 def test_regularization_rises_until_a_tenth_of_the_characters_that_need_none():
@@ -688,8 +700,7 @@ def test_what_is_printed_as_chosen_can_be_given_back(tmp_path, preset, records, 
     fixed = {"init_from": "some", **{name: getattr(before, name) for name in SHAPE}} if tuned else {}
 
     def chosen(**given):
-        config = TrainConfig.from_preset(preset, **{**fixed, **given})
-        return fitted(config, corpus, SETTINGS - given.keys() - fixed.keys(), preset=before)
+        return planned(Settings(given, preset, inherited=fixed), corpus)
 
     found, printed = chosen()
     assert "steps" in printed and tuned == ("muon_lr" in printed)
@@ -706,18 +717,19 @@ def test_a_small_text_is_smaller_for_a_larger_preset(tmp_path):
     assert 250_000 < len(corpus.train) < 500_000
     shapes = {}
     for preset in ("cpu", "gpu"):
-        found, _ = fitted(TrainConfig.from_preset(preset), corpus, SETTINGS)
+        found, _ = planned(Settings({}, preset), corpus)
         shapes[preset] = (found.n_layer, found.n_embd, found.tokens_per_step, found.block_size)
         assert (found.dropout, found.weight_decay) == ((0.0, 0.2) if preset == "cpu" else (0.16, 0.67))
     assert shapes == {"cpu": (4, 128, 1024, 256), "gpu": (5, 256, 2048, 256)}
 
 
 def test_a_step_has_the_presets_characters_whatever_the_window(tmp_path):
-    corpus, config = prepare(tiny(tmp_path).data), TrainConfig(steps=10)
+    (tmp_path / "text.txt").write_text(TEXT * 30)
+    corpus, settings = prepare(str(tmp_path / "text.txt")), Settings({}, "quick")
     assert [TrainConfig.from_preset("cpu", block_size=size).batch_size for size in (128, 400, 4096)] == [16, 5, 1]
     assert TrainConfig.from_preset("cpu", block_size=256, batch_size=3).batch_size == 3
-    for parts, longest, expected in ((1, None, (512, 4)), (1, 300, (300, 6)), (8, 256, (256, 8)), (8, None, (512, 8))):
-        found, _ = fitted(config, corpus, SETTINGS, parts, longest)
+    for parts, longest, expected in ((1, None, (128, 8)), (1, 100, (100, 10)), (3, 64, (64, 18)), (3, None, (128, 9))):
+        found, _ = planned(settings, corpus, parts, longest)
         assert (found.block_size, found.batch_size) == expected
 
 
@@ -728,12 +740,12 @@ def test_records_decide_the_window(tmp_path, preset, parts):
     (tmp_path / "names.txt").write_text("\n".join(name[:20] for name in names))
     corpus = prepare(str(tmp_path / "names.txt"), records=True)
     config = TrainConfig.from_preset(preset)
-    found, changed = fitted(config, corpus, SETTINGS, parts)
+    found, changed = planned(Settings({}, preset), corpus, parts)
     assert found.block_size == changed["block_size"] == 32
     characters, depth, width = (2048, 5, 256) if preset == "gpu" else (1024, 4, 128)
     assert found.batch_size % parts == 0 and characters <= found.tokens_per_step < characters + 32 * parts
     assert (found.n_layer, found.n_embd, found.steps) == (depth, width, 100)
-    unchanged, _ = fitted(config, corpus, SETTINGS - {"batch_size"})
+    unchanged, _ = planned(Settings({"batch_size": config.batch_size}, preset), corpus)
     assert (unchanged.batch_size, unchanged.block_size) == (config.batch_size, min(256, config.block_size))
 
 
@@ -792,26 +804,23 @@ def test_dropout_draws_other_masks_at_each_step_and_place(tmp_path, monkeypatch)
         masks.append(factors.clone())
         return y, factors
 
-    config = tiny(tmp_path, dropout=0.5)
-    resolved = {"device": "cpu", "dtype": "float32", "threads": 1}
-    run = Run(config, resolved, prepare(config.data), tmp_path / "out", World())
-    run.received = []
+    run = new_run(tiny(tmp_path, dropout=0.5, device="cpu", dtype="float32", threads=1))
     monkeypatch.setattr(fused, "_dropout", recorded)
-    run.step()
-    run.step()
+    loop.step(run)
+    loop.step(run)
     assert len(masks) == 2 * 2 * SHAPE["n_layer"]  # two steps, two branches of each layer
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
 
 
 def test_an_evaluation_has_the_mean_loss_of_the_steps_since_the_one_before(tmp_path, monkeypatch):
     """Also where evaluations are more frequent than lines of the log, which once hid overfitting; and when resumed."""
-    losses, step = [], Run.step
+    losses, step = [], loop.step
 
-    def see(run):
-        losses.append(step(run))
+    def see(run, save_is_due):
+        losses.append(step(run, save_is_due))
         return losses[-1]
 
-    monkeypatch.setattr(Run, "step", see)
+    monkeypatch.setattr(loop, "step", see)
     fields = {"steps": 100, "eval_every": 4, "log_every": 100, "muon_lr": 0.1, "dropout": 0.0, "sample_chars": 0}
     config = tiny(tmp_path, dtype="float32", **fields)
     (tmp_path / "text.txt").write_text("".join(random.Random(0).choices("abcdefghij", k=300)))
@@ -838,13 +847,13 @@ def test_an_evaluation_has_the_mean_loss_of_the_steps_since_the_one_before(tmp_p
 )
 def test_windows_grow(tmp_path, monkeypatch, changes, expected):
     """The same characters in each step, cut in shorter windows at first."""
-    seen, loss = [], Run.loss
+    seen, loss = [], loop.loss
 
     def see(run, *given):
         seen.append([it.clone() for it in given if it is not None])
         return loss(run, *given)
 
-    monkeypatch.setattr(Run, "loss", see)
+    monkeypatch.setattr(loop, "loss", see)
     config = tiny(tmp_path, **{"block_size": 64, "dropout": 0.0, **changes})
     start(config, tmp_path / "out")
     assert [idx.size(1) for idx, _ in seen] == expected
@@ -876,7 +885,7 @@ def test_existing_files_and_running_runs_are_protected(uninterrupted, tmp_path):
 
 def test_resume_refuses_changed_settings_texts_and_files(tmp_path, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setattr(Run, "evaluate", lambda run: 1 / 0)
+    monkeypatch.setattr(loop, "evaluate", lambda run, folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start(tiny(tmp_path), out)
     with pytest.raises(ResumeError, match=r"changed on resume: seed was 1337, got 1; muon_lr was 0\.03, got 0\.01\."):
@@ -889,7 +898,7 @@ def test_resume_refuses_changed_settings_texts_and_files(tmp_path, monkeypatch):
     (tmp_path / "text.txt").rename(tmp_path / "other.txt")
     (tmp_path / "moved.txt").write_text(TEXT)
     with pytest.raises(ZeroDivisionError):
-        resume(out, {}, data=str(tmp_path / "moved.txt"))
+        resume(out, {"data": (str(tmp_path / "moved.txt"),)})
     saved = Saved.read(out / "last")
     with (
         monkeypatch.context() as patched,
@@ -897,7 +906,7 @@ def test_resume_refuses_changed_settings_texts_and_files(tmp_path, monkeypatch):
     ):
         patched.setattr(torch.cuda, "device_count", lambda: 0)
         patched.setattr(Saved, "read", lambda path: replace(saved, resolved={**saved.resolved, "device": "cuda"}))
-        resume(out, {}, data=str(tmp_path / "moved.txt"))
+        resume(out, {"data": (str(tmp_path / "moved.txt"),)})
     changed = out / "last" / "state.safetensors"
     content = changed.read_bytes()
     changed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -915,10 +924,10 @@ def test_an_invalid_setting_is_reported_with_the_allowed_values():
 
 
 def test_a_diverged_run_advises_float32_where_it_is_not_that_already(tmp_path):
-    for dtype, advice in (("float32", "Try lower learning rates"), ("bfloat16", "or --dtype float32")):
-        config = tiny(tmp_path, dtype=dtype)
-        run = Run(config, resolve_auto(config, 1), prepare(config.data), tmp_path / "out", World())
-        assert str(run.diverged(3, "loss nan")).endswith(advice), dtype
+    for dtype, advice in (("float32", "Try lower learning rates$"), ("bfloat16", "or --dtype float32$")):
+        folder = RunFolder(tmp_path, new_run(tiny(tmp_path, dtype=dtype)))
+        with pytest.raises(DivergedError, match=advice), folder.writing():
+            raise folder.run.diverged(3, "loss nan")
 
 
 # The command line

@@ -225,7 +225,7 @@ def tuning(tmp_path, source, **changes):
     from training.fit.origin import inherited
 
     fields = {"data": str(tmp_path / "more.txt"), "init_from": str(source.path), "dtype": "float32", **STEPS}
-    return TrainConfig(**inherited(source.path) | fields | changes)
+    return TrainConfig(**inherited(source) | fields | changes)
 
 
 def test_fine_tuning_leaves_new_characters_to_the_symbol_only_if_asked(tmp_path):
@@ -253,13 +253,13 @@ def test_fine_tuning_extends_by_frequent_characters_and_by_the_symbol(tmp_path):
     (tmp_path / "more.txt").write_text(TEXT + "é漢漢")
     source = with_unknown(tmp_path / "source")
     corpus = prepare(str(tmp_path / "more.txt"))
-    origin = load_origin(tuning(tmp_path, source, min_count=2, extend_vocabulary=True), corpus)
+    origin = load_origin(source, tuning(tmp_path, source, min_count=2, extend_vocabulary=True), corpus)
     assert origin.tokenizer.characters == [*source.tokenizer.characters, "漢"]
     assert origin.tokenizer.unknown_id == source.tokenizer.unknown_id
     plain = save_random(tmp_path / "plain")
     with pytest.raises(ConfigError, match=r"has no unknown symbol, U\+FFFD, and lacks 2 characters with it: '漢'"):
-        load_origin(tuning(tmp_path, plain, min_count=2), corpus)
-    origin = load_origin(tuning(tmp_path, plain, min_count=2, extend_vocabulary=True), corpus)
+        load_origin(plain, tuning(tmp_path, plain, min_count=2), corpus)
+    origin = load_origin(plain, tuning(tmp_path, plain, min_count=2, extend_vocabulary=True), corpus)
     assert origin.tokenizer.characters == [*VOCABULARY, "漢", UNKNOWN]
     assert origin.tokenizer.unknown_id == len(VOCABULARY) + 1
     assert origin.weights["embed.weight"].shape[0] == len(VOCABULARY) + 2

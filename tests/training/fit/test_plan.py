@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,9 @@ from service.model.checkpoint import Checkpoint
 from tests.helpers import save_random
 from tests.training.run.test_training import TEXT, call, flags
 from training.config import MIN_SCORED, SCORED_SHARE, TrainConfig
-from training.fit.minutes import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Plan, Speed
-from training.fit.presets import EPOCHS, SETTINGS
+from training.fit.plan import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Speed, plan
+from training.fit.rules import EPOCHS
+from training.fit.settings import Settings
 from training.text.corpus import prepare
 
 
@@ -26,72 +28,72 @@ def prepare_lines(folder, count):
     return prepare(str(folder / "lines.txt"))
 
 
-@pytest.fixture
-def plan(monkeypatch):
-    """Plans a run. speed: characters/s times the model's parameters, each of them measured in 0.1 s. An evaluation is
-    `faster` times as fast.
+def planned(corpus, minutes, speed, parts=1, faster=3.0, **given):
+    """The plan of a run and its config. speed: characters/s times the model's parameters, each measured in 0.1 s. An
+    evaluation is `faster` times as fast.
     """
-    now = 0.0
-    monkeypatch.setattr("training.fit.minutes.time.monotonic", lambda: now)
 
-    def make(corpus, minutes, speed, adaptable=SETTINGS, parts=1, faster=3.0, **settings):
-        def measure(config):
-            nonlocal now
-            now += 0.1
-            trained = speed / config.model_config(corpus.tokenizer.vocab_size).num_parameters
-            return Speed(trained, faster * trained)
+    def measure(config):
+        trained = speed / config.model_config(corpus.tokenizer.vocab_size).num_parameters
+        return Speed(trained, faster * trained, 0.1)
 
-        return Plan(TrainConfig(minutes=minutes, **settings), corpus, adaptable, parts, measure)
+    settings = Settings({"minutes": minutes, **given})
+    found = plan(settings, corpus, parts, measure=measure)
+    return found, replace(settings, fitted=found.fitted).requested
 
-    return make
+
+def parameters(config, corpus):
+    """Without embedding and head."""
+    vocab_size = corpus.tokenizer.vocab_size
+    return config.model_config(vocab_size).num_parameters - 2 * vocab_size * config.n_embd
 
 
 def size_of(config):
     return config.n_layer, config.n_embd
 
 
-def test_more_minutes_give_larger_models_and_no_more_steps_than_the_time_has(plan, corpus):
+def test_more_minutes_give_larger_models_and_no_more_steps_than_the_time_has(corpus):
     speed, sizes = 2e10, []
     for minutes in (0.1, 1, 4, 15, 60):
-        found = plan(corpus, minutes, speed)
-        characters = found.config.steps * found.config.tokens_per_step
-        assert found.seconds_left < 60 * minutes * TRAINED_SHARE, "what was measured took time"
-        allowed = min(found.rate.trained * found.seconds_left, EPOCHS * found.length)
-        assert found.config.steps > 100 and allowed - found.config.tokens_per_step < characters <= allowed
-        assert found.parameters(found.config) <= MOST_PARAMETERS * found.length
-        if size_of(found.config) != (LADDER[0]["n_layer"], LADDER[0]["n_embd"]):
-            assert found.rate.trained * found.seconds_left >= ENOUGH_FOR_DEPTH * found.parameters(found.config)
-        sizes.append(found.parameters(found.config))
+        found, config = planned(corpus, minutes, speed)
+        characters = config.steps * config.tokens_per_step
+        assert found.seconds < 60 * minutes * TRAINED_SHARE, "what was measured took time"
+        allowed = min(found.speed.trained * found.seconds, EPOCHS * len(corpus.train))
+        assert config.steps > 100 and allowed - config.tokens_per_step < characters <= allowed
+        assert parameters(config, corpus) <= MOST_PARAMETERS * len(corpus.train)
+        if size_of(config) != (LADDER[0]["n_layer"], LADDER[0]["n_embd"]):
+            assert found.speed.trained * found.seconds >= ENOUGH_FOR_DEPTH * parameters(config, corpus)
+        sizes.append(parameters(config, corpus))
     assert sizes == sorted(sizes) and len(set(sizes)) >= 3
 
 
-def test_a_text_that_is_too_short_for_the_time_ends_the_run_early(plan, corpus, tmp_path):
-    found = plan(corpus, 10_000, 2e10)
-    assert found.config.steps * found.config.tokens_per_step == pytest.approx(EPOCHS * found.length, rel=0.01)
-    assert found.config.dropout > 0 and found.config.patience
-    [chosen, short] = found.explanation()
+def test_a_text_that_is_too_short_for_the_time_ends_the_run_early(corpus, tmp_path):
+    found, config = planned(corpus, 10_000, 2e10)
+    assert config.steps * config.tokens_per_step == pytest.approx(EPOCHS * len(corpus.train), rel=0.01)
+    assert config.dropout > 0 and config.patience
+    [chosen, short] = found.lines
     assert "10000 minutes" in chosen and "seen the text 10 times" in short
     few = prepare_lines(tmp_path, 40)
-    found = plan(few, 60, 2e10)
-    assert found.config.tokens_per_step == 1024, "few steps, which are smaller"
-    assert found.config.dropout > 0.1 and found.config.patience
+    _, config = planned(few, 60, 2e10)
+    assert config.tokens_per_step == 1024, "few steps, which are smaller"
+    assert config.dropout > 0.1 and config.patience
 
 
-def test_a_time_that_is_too_short_is_said(plan, corpus):
-    found = plan(corpus, 0.01, 2e10)
-    assert found.config.steps == 100
-    [_, late] = found.explanation()
+def test_a_time_that_is_too_short_is_said(corpus):
+    found, config = planned(corpus, 0.01, 2e10)
+    assert config.steps == 100
+    [_, late] = found.lines
     assert "the run takes about" in late and "fewer than 100 steps" in late
 
 
 @pytest.mark.parametrize("faster", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("minutes", [0.5, 1, 4])
-def test_evaluations_and_scores_end_in_time_at_any_speed(plan, corpus, minutes, faster):
+def test_evaluations_and_scores_end_in_time_at_any_speed(corpus, minutes, faster):
     """A slow machine once evaluated 270,000 characters beside 102,000 trained ones. A fast one still does."""
     evaluated = []
     for speed in (3e8, 1e9, 1e10, 1e11):
-        found = plan(corpus, minutes, speed, faster=faster)
-        config, rate, val = found.config, found.rate, len(corpus.val)
+        found, config = planned(corpus, minutes, speed, faster=faster)
+        rate, val = found.speed, len(corpus.val)
         steps, trained = config.steps, config.steps * config.tokens_per_step
         evaluations = sum(step % config.eval_every == 0 or step == steps for step in range(1, steps + 1))
         each = min(val, max(config.eval_chars, config.block_size))
@@ -105,12 +107,12 @@ def test_evaluations_and_scores_end_in_time_at_any_speed(plan, corpus, minutes, 
     assert minutes > 0.5 or evaluated[0] < 30_000
 
 
-def test_what_the_user_sets_stays(plan, corpus):
+def test_what_the_user_sets_stays(corpus):
     given = {"n_layer": 3, "batch_size": 5, "dropout": 0.2}
-    found = plan(corpus, 15, 2e10, SETTINGS - given.keys(), **given).config
-    assert given == {name: getattr(found, name) for name in given}
-    assert found.n_embd == TrainConfig().n_embd  # sizes belong together
-    assert plan(corpus, 4, 2e10, parts=3).config.batch_size % 3 == 0
+    _, config = planned(corpus, 15, 2e10, **given)
+    assert given == {name: getattr(config, name) for name in given}
+    assert config.n_embd == TrainConfig().n_embd  # sizes belong together
+    assert planned(corpus, 4, 2e10, parts=3)[1].batch_size % 3 == 0
 
 
 def test_a_run_of_minutes_is_repeated_by_what_it_printed(tmp_path, monkeypatch, capsys):
