@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.text.model import TextModel
-from training.fit.warnings import size_check
+from training.fit.warnings import warnings_of
 from training.measure.counts import MAX_COUNTED, baselines
 from training.measure.losses import Scores, piece_loss, sampled_scores
 from training.messages import plural, say
@@ -253,7 +253,7 @@ def counted_losses(run: Run, folder: RunFolder, scores: Scores, console: Console
 
 
 def introduction(run: Run) -> Iterator[str]:
-    """Yield the sizes of the text and the run, and before the first step the warnings of `size_check`."""
+    """Yield the sizes of the text and the run, and before the first step the warnings about them."""
     config, progress, corpus = run.config, run.progress, run.corpus
     steps, num_parameters = config.steps - progress.step, run.model.config.num_parameters
     epochs = f"{steps * run.rows / run.sampler.per_epoch:.3g}"
@@ -266,7 +266,7 @@ def introduction(run: Run) -> Iterator[str]:
         f"{epochs} epoch{'' if epochs == '1' else 's'}"
     )
     if progress.step == 0 and run.world.is_main:
-        yield from size_check(corpus, config, num_parameters)
+        yield from warnings_of(corpus, config, num_parameters)
 
 
 def check_forward(run: Run, console: Console) -> None:

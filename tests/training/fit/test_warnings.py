@@ -3,7 +3,7 @@
 import pytest
 
 from training.config import TrainConfig
-from training.fit.warnings import size_check
+from training.fit.warnings import warnings_of
 from training.text.corpus import prepare
 
 WORDS = "the cat sat on a mat and the dog ran off with it to see what was in a box or not".split()
@@ -16,7 +16,7 @@ def check(tmp_path):
     def run(text, *, records=False, parameters=1000, n_embd=1, **settings):
         (tmp_path / "text.txt").write_text(text)
         corpus = prepare(str(tmp_path / "text.txt"), records=records)
-        lines = list(size_check(corpus, TrainConfig(n_embd=n_embd, **settings), parameters))
+        lines = list(warnings_of(corpus, TrainConfig(n_embd=n_embd, **settings), parameters))
         assert len(lines) <= 6 and not any("\n" in line for line in lines)
         return [line.split(":")[0] for line in lines], "\n".join(lines)
 
