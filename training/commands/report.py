@@ -22,7 +22,7 @@ from service.text.model import TextModel
 from training.commands.inputs import refusing, training_corpus
 from training.commands.sample import MAX_RUNNING, check_counts, kept, report_cost, sample_of
 from training.config import ConfigError
-from training.measure.copies import MAX_SHOWN, NGRAM, Examination, examine
+from training.measure.copies import NGRAM, SHOWN_CHARACTERS, Examination, examine
 from training.measure.losses import bits
 from training.messages import plural
 from training.model.loading import find_checkpoint, load_model, open_model
@@ -214,8 +214,8 @@ def _texts(found: Examination) -> Iterable[str]:
     if not longest:
         yield f"<p>No passage of {NGRAM} characters or more is copied from the training text."
     for length, seed, passage in longest[:MAX_PASSAGES]:
-        cut = "…" if length > MAX_SHOWN else ""
-        yield f"<p>{plural(length, 'character')}, seed {seed}:<pre>{_text(passage[:MAX_SHOWN])}{cut}</pre>"
+        cut = "…" if length > SHOWN_CHARACTERS else ""
+        yield f"<p>{plural(length, 'character')}, seed {seed}:<pre>{_text(passage[:SHOWN_CHARACTERS])}{cut}</pre>"
     yield f"<h2>Samples</h2><p class=hint>Marked: passages of {NGRAM} characters or more from the training text."
     for (seed, text), spans in examined[:MAX_TEXTS]:
         shown, at, parts = text[:MAX_CHARACTERS], 0, []

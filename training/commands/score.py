@@ -27,15 +27,14 @@ from service.text.model import TextModel
 from training.commands.inputs import refusing, report_unknown, unknown_options
 from training.commands.rows import write_rows
 from training.config import ConfigError
-from training.measure.losses import Advance
+from training.measure.losses import SLOTS, Advance
 from training.messages import plural
 from training.model.loading import load_model, open_model
 from training.run.progress import show_forwards
 from training.text.files import DataError
 from training.text.records import OF_TEXT, Splitting, read_records, splitting_of
 
-LINES, BYTES = 4096, 1 << 18  # lines are scored together up to these limits
-SLOTS = 32
+GROUP_LINES, GROUP_BYTES = 4096, 1 << 18  # lines are scored together up to these limits
 SURROGATE = 0xDC00  # plus a byte that is not UTF-8, as `data.read_lines` gives it
 MAX_REPORTED = 20  # refused lines named on standard error
 COLUMNS = (
@@ -172,7 +171,7 @@ def groups(lines: Iterable[Line]) -> Iterator[list[Line]]:
     for line in lines:
         group.append(line)
         num_bytes += line.num_bytes
-        if len(group) == LINES or num_bytes > BYTES:
+        if len(group) == GROUP_LINES or num_bytes > GROUP_BYTES:
             yield group
             group, num_bytes = [], 0
     if group:

@@ -221,10 +221,10 @@ def _known_records(subject: Subject) -> str | None:
     )
 
 
-Row = tuple[str, str, Callable[[Subject], str | None]]
+Check = tuple[str, str, Callable[[Subject], str | None]]
 # Each warning: its name, the corpora that it is for, and the function that returns its sentence if it applies. Only the
 # first of a group is given.
-WARNINGS: tuple[tuple[Row, ...], ...] = (
+WARNINGS: tuple[tuple[Check, ...], ...] = (
     (
         ("size", "texts and records", _size),
     ),

@@ -22,8 +22,8 @@ from training.text.corpus import Corpus
 from training.text.encoding import encode_array
 from training.text.records import LINES, separator_between, split_printed
 
-CHUNK = 1 << 22  # training characters hashed at a time
-MAX_SHOWN = 200  # characters shown of a copied passage
+HASHED_AT_ONCE = 1 << 22  # training characters hashed at a time
+SHOWN_CHARACTERS = 200  # characters shown of a copied passage
 NGRAM = 50  # least number of characters of a copied passage
 # Polynomial hashes modulo 2⁶⁴ with an odd base; matches are verified character by character.
 BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -81,11 +81,11 @@ def examine(answers: Iterable[Answer], corpus: Corpus, regex: str | None, check:
 def describe_copies(text: np.ndarray, train: np.ndarray, tokenizer: CharTokenizer) -> dict[str, Any]:
     """Return the row labels and values of the table for a text."""
     start, length = longest_copy(text, train)
-    copied = tokenizer.decode(text[start : start + min(length, MAX_SHOWN)].tolist())
+    copied = tokenizer.decode(text[start : start + min(length, SHOWN_CHARACTERS)].tolist())
     return {
         "characters": len(text),
         "longest copied passage": length,
-        "copied text": copied + "…" * (length > MAX_SHOWN),
+        "copied text": copied + "…" * (length > SHOWN_CHARACTERS),
         f"share of {NGRAM}-grams copied": copied_share(text, train),
         **{f"distinct-{n}": distinct_n(text, n) for n in (1, 3, 10)},
     }
@@ -196,8 +196,8 @@ def _copies(text: np.ndarray, train: np.ndarray, length: int) -> Iterator[int]:
     Each distinct passage has one offset, which is yielded once for each chunk of `train` that has the passage.
     """
     hashes, first = np.unique(_hashes(text, length), return_index=True)
-    for start in range(0, len(train) - length + 1, CHUNK):
-        chunk = _hashes(train[start : start + CHUNK + length - 1], length)
+    for start in range(0, len(train) - length + 1, HASHED_AT_ONCE):
+        chunk = _hashes(train[start : start + HASHED_AT_ONCE + length - 1], length)
         place = np.searchsorted(hashes, chunk).clip(max=len(hashes) - 1)
         found = np.flatnonzero(hashes[place] == chunk)
         for which, k in zip(*np.unique(place[found], return_index=True), strict=True):

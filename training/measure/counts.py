@@ -17,7 +17,7 @@ import numpy as np
 ORDER = 6  # characters of the longest n-grams: the character to predict and five before it
 MAX_COUNTED = 20_000_000  # characters; KneserNey counts a sample of a longer training split
 PARTS = 64  # the sample of a text is this many parts at equal distances
-CHUNK = 1 << 20  # characters scored at a time
+SCORED_AT_ONCE = 1 << 20  # characters scored at a time
 
 
 def baselines(
@@ -29,8 +29,8 @@ def baselines(
     characters before the stretch are context too. The unigram model has add-one smoothing.
     """
     occurrences = np.zeros(vocab_size, np.int64)
-    for start in range(0, len(train), CHUNK):
-        occurrences += np.bincount(train[start : start + CHUNK], minlength=vocab_size)
+    for start in range(0, len(train), SCORED_AT_ONCE):
+        occurrences += np.bincount(train[start : start + SCORED_AT_ONCE], minlength=vocab_size)
     unigram_losses = -np.log((occurrences + 1) / (len(train) + vocab_size))
     model = KneserNey(sample(train, records), vocab_size, records)
     unigram = kneser_ney = 0.0
@@ -48,10 +48,10 @@ def baselines(
 
 
 def _chunks(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Cut stretches into stretches of at most CHUNK scored characters."""
+    """Cut stretches into stretches of at most SCORED_AT_ONCE scored characters."""
     for start, end in places:
-        for first in range(start, end - 1, CHUNK):
-            yield first, min(first + CHUNK + 1, end)
+        for first in range(start, end - 1, SCORED_AT_ONCE):
+            yield first, min(first + SCORED_AT_ONCE + 1, end)
 
 
 def sample(train: np.ndarray, records: bool) -> np.ndarray:

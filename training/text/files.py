@@ -29,7 +29,7 @@ MARKS = {  # the other byte-order marks; UTF-32's LE mark begins with UTF-16's
 }
 HEAD_BYTES = 1 << 13  # bytes read to recognize a binary file
 PACKED = {b"\xfd7zXZ\0": "xz -dk", b"BZh": "bunzip2 -k", b"PK\3\4": "unzip", b"\x28\xb5\x2f\xfd": "zstd -d"}
-MAX_LISTED = 5  # binary files named in a message
+MAX_LISTED_FILES = 5  # binary files named in a message
 TINYSHAKESPEARE = "tinyshakespeare"
 TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -117,9 +117,9 @@ def _texts_among(
 
 
 def _listed(paths: list[Path], noun: str = "binary file") -> str:
-    """Return the number of paths and the names of the first MAX_LISTED."""
-    more = f" and {len(paths) - MAX_LISTED:,} more" if len(paths) > MAX_LISTED else ""
-    return f"{plural(len(paths), noun)}: {', '.join(str(path) for path in paths[:MAX_LISTED])}{more}"
+    """Return the number of paths and the names of the first MAX_LISTED_FILES."""
+    more = f" and {len(paths) - MAX_LISTED_FILES:,} more" if len(paths) > MAX_LISTED_FILES else ""
+    return f"{plural(len(paths), noun)}: {', '.join(str(path) for path in paths[:MAX_LISTED_FILES])}{more}"
 
 
 def _is_binary(file: Path) -> bool:

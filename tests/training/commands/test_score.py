@@ -165,7 +165,7 @@ def test_the_native_engine_reads_no_piece_beyond_its_text(start, length):
 @pytest.mark.parametrize("group", [4096, 2, 1])
 def test_score_prints_an_object_per_line(checkpoint, lines, output_of, capsys, monkeypatch, group):
     """Of each line alone, or with the line breaks on both sides; at any size of groups of lines."""
-    monkeypatch.setattr("training.commands.score.LINES", group)
+    monkeypatch.setattr("training.commands.score.GROUP_LINES", group)
     texts = ["The cat", "", "T", "To be, or not to be?", 1000 * "so "]  # the last in pieces
     command = ["--checkpoint", checkpoint, "--data", lines("\n".join(texts))]
     alone, records = rows(output_of(*command)), rows(output_of(*command, "--records"))
@@ -235,7 +235,7 @@ def test_the_unknown_symbol_counts_as_unknown(tmp_path, lines, output_of):
 
 
 def test_a_line_that_is_not_scored_is_reported(checkpoint, lines, capsys, monkeypatch):
-    monkeypatch.setattr("training.commands.score.LINES", 2)  # one of them ends a group
+    monkeypatch.setattr("training.commands.score.GROUP_LINES", 2)  # one of them ends a group
     command = ["score", "--checkpoint", checkpoint, "--data", lines("good\nbäd\n".encode() + b"b\xe4d\nfine\n")]
     assert call([*command, "--unknown-characters", "refuse"]) == 1
     output, error = capsys.readouterr()
@@ -261,7 +261,7 @@ def test_a_file_without_lines_is_refused(checkpoint, tmp_path, capsys):
 
 
 def test_the_strangest_lines_come_first(checkpoint, lines, output_of, capsys, monkeypatch):
-    monkeypatch.setattr("training.commands.score.LINES", 3)
+    monkeypatch.setattr("training.commands.score.GROUP_LINES", 3)
     texts = ["The cat", "q", "xQzJ", "", "To be", "The cat", "and so on"]
     command = ["--checkpoint", checkpoint, "--data", lines("\n".join(texts))]
     each = {r["line"]: r for r in rows(output_of(*command))}

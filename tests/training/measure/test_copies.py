@@ -15,7 +15,7 @@ ids = st.lists(st.integers(0, 2), max_size=60).map(lambda x: np.array(x, dtype=n
 @settings(max_examples=200)
 def test_longest_copy_and_copied_share_at_any_chunk_size(text, train, length, chunk):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "CHUNK", chunk)
+        patch.setattr(copies, "HASHED_AT_ONCE", chunk)
         start, longest = copies.longest_copy(text, train)
         share = copies.copied_share(text, train, length)
     places = ((i, j) for i in range(len(text) + 1) for j in range(i, len(text) + 1))

@@ -124,7 +124,7 @@ def test_probabilities_sum_to_1_after_every_context(records, length):
 @pytest.mark.parametrize("records", [False, True])
 def test_baselines_in_chunks_equal_the_plain_losses(monkeypatch, records):
     """Also of stretches, which see the text before them as the model does."""
-    monkeypatch.setattr("training.measure.counts.CHUNK", 37)
+    monkeypatch.setattr("training.measure.counts.SCORED_AT_ONCE", 37)
     symbols = 12
     if records:
         train, val = (split_of(random_records(seed, 150, symbols)) for seed in (1, 2))
