@@ -1,6 +1,6 @@
 """Offline training: it turns text into a checkpoint. `python -m training prepare | train | evaluate | sample | …`
 
-    __main__.py     defines the commands and their flags
+    __main__.py     runs a command, and prints its errors
     messages.py     texts that several commands print
     folders.py      replaces folders atomically
 
@@ -45,6 +45,7 @@
       resume.py       resumes a run
     commands/       the commands that a user types
       prepare.py, train.py, evaluate.py, sample.py, score.py, report.py, export.py and lecture.py
+      flags.py        defines the flags of each command
       inputs.py       reads the texts that a command is given
       rows.py         prints rows as JSON lines or CSV
 

@@ -3,7 +3,7 @@
 service/text/requests.py builds the HTTP schema from these fields, and service/wire.py sends them to a worker.
 sampling.py (also for cuda.py) and native.cpp implement them. Both read `factors`, in which a new parameter must be, and
 native.py packs it. A new parameter also needs a field in requests.py, no entry in foreign.py, and a flag in
-training/__main__.py and commands/sample.py. This module loads without torch.
+training/commands/flags.py and sample.py. This module loads without torch.
 """
 
 from __future__ import annotations

@@ -20,12 +20,14 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from service import installing
 from service.model.checkpoint import Checkpoint
+from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from service.model.kv_cache import CacheRows
 from service.model.tokenizer import UNKNOWN
@@ -34,6 +36,9 @@ from training.messages import plural
 from training.model.loading import find_checkpoint
 from training.model.selfcheck import IS_SAME, is_qwen3
 from training.run.saving import named_tensors
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 COMPARED = 16  # characters whose logits are compared after an export to ONNX
 
@@ -48,7 +53,7 @@ def command(args: argparse.Namespace) -> None:
 
 def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
     """Write a GGUF file (version 3, fp32) of architecture qwen3, with one token per character."""
-    from gguf import MODEL_ARCH, GGUFWriter, TokenType, get_tensor_name_map
+    from gguf import GGUFWriter
 
     model = checkpoint.load_model()
     if not is_qwen3(model):
@@ -56,13 +61,22 @@ def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
             f"{checkpoint.path} was trained with a changed gpt.py, and llama.cpp would compute Qwen3 with its weights: "
             "export it --to onnx, or serve it with --backend torch"
         )
-    config = model.config
     writer = GGUFWriter(str(file), "qwen3")
     writer.add_name("chargpt")
+    _add_shape(writer, model.config)
+    _add_vocabulary(writer, checkpoint)
+    _add_tensors(writer, model)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_shape(writer: GGUFWriter, config: GPTConfig) -> None:
+    assert config.n_inner is not None
     writer.add_block_count(config.n_layer)
     writer.add_context_length(config.block_size)
     writer.add_embedding_length(config.n_embd)
-    assert config.n_inner is not None
     writer.add_feed_forward_length(config.n_inner)
     writer.add_head_count(config.n_head)
     writer.add_head_count_kv(config.n_kv_head)
@@ -70,8 +84,16 @@ def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
-    # RWKV's tokenizer greedily matches tokens as bytes. It is the only one without end and unknown tokens. The others
-    # would use some of the characters as special tokens, and would end a text at "!".
+
+
+def _add_vocabulary(writer: GGUFWriter, checkpoint: Checkpoint) -> None:
+    """Add the characters as tokens of RWKV's tokenizer, which greedily matches tokens as bytes.
+
+    It is the only one without end and unknown tokens. The others would use some of the characters as special tokens,
+    and would end a text at "!".
+    """
+    from gguf import TokenType
+
     characters = ["".join(f"\\x{byte:02x}" for byte in c.encode()) for c in checkpoint.tokenizer.characters]
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list(characters)
@@ -87,15 +109,16 @@ def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
         writer.add_eos_token_id(end)
     writer.add_add_bos_token(end is not None)
     writer.add_add_eos_token(False)
-    names = get_tensor_name_map(MODEL_ARCH.QWEN3, config.n_layer)
+
+
+def _add_tensors(writer: GGUFWriter, model: GPT) -> None:
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    names = get_tensor_name_map(MODEL_ARCH.QWEN3, model.config.n_layer)
     for name, tensor in named_tensors(model).items():
         gguf_name = names.get_name(name, try_suffixes=(".weight",))
         assert gguf_name is not None
         writer.add_tensor(gguf_name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 class _WholeText(CacheRows):

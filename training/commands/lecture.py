@@ -235,51 +235,80 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, s
     """Print all steps and draw the picture, in under a minute on a CPU."""
     started = time.monotonic()
     torch.manual_seed(seed)
-    V, tokenizer = corpus.tokenizer.vocab_size, corpus.tokenizer
+    show_characters(corpus)
+    show_windows(corpus, seed)
+    bigram_losses = show_bigram(corpus, steps, seed)
+    show_means()
+    head, vectors = show_head()
+    show_scale(seed)
+    show_mask(head, vectors)
+    model = checkpoint.load_model()
+    show_batch(model)
+    one_head, one_head_losses = show_one_head(corpus, steps // 2, seed)
+    loss = show_served(corpus, checkpoint, model, seed)
+    draw(picture, corpus, {"bigram table": bigram_losses, "one head": one_head_losses}, one_head, loss, seed)
+    print(f"\n{time.monotonic() - started:.0f} s; picture: {picture}")
 
-    def text(model: nn.Module) -> str:
-        first = tokenizer.encode("\n")[0] if "\n" in tokenizer else int(corpus.train[0])
-        return tokenizer.decode(generate(model, torch.tensor([[first]]), 200, seed)[0, 1:].tolist())
 
+def show_characters(corpus: Corpus) -> None:
     title(1, "A text is a sequence of integers")
+    tokenizer = corpus.tokenizer
     ids, back = there_and_back(corpus)
-    print(f"{plural(len(corpus.ids), 'character')}, {V} different: {''.join(tokenizer.characters)!r}")
+    characters = "".join(tokenizer.characters)
+    print(f"{plural(len(corpus.ids), 'character')}, {tokenizer.vocab_size} different: {characters!r}")
     print(f"{back!r} is {' '.join(map(str, ids))}, and back")
     print(f"the first 90 % to train on: {len(corpus.train):,}; the rest to validate: {len(corpus.val):,}")
 
+
+def show_windows(corpus: Corpus, seed: int) -> None:
     title(2, f"A window of {T} characters holds {T} examples")
     batch, in_window = examples(corpus, seed)
     for context, following in in_window:
         print(f"after {context!r} comes {following!r}")
     print(f"a batch: {B} windows, {batch.numel()} examples")
 
+
+def show_bigram(corpus: Corpus, steps: int, seed: int) -> list[float]:
+    """Return the loss of each training step."""
     title(3, "The bigram model: a table with a row for each character")
+    V = corpus.tokenizer.vocab_size
     bigram = Bigram(V)
     print(f"uniform guess: ln {V} = {math.log(V):.2f} nats; the untrained table: {validation_loss(bigram, corpus):.2f}")
-    print(indented(text(bigram)))
-    bigram_losses = train(bigram, corpus, steps, seed)
+    print(indented(generated(bigram, corpus, seed)))
+    losses = train(bigram, corpus, steps, seed)
     counted = KneserNey(corpus.train, V, records=False, order=2).losses(corpus.val).mean()
     print(f"after {plural(steps, 'step')}: {validation_loss(bigram, corpus):.2f}; counting bigrams gives {counted:.2f}")
-    print(indented(text(bigram)))
+    print(indented(generated(bigram, corpus, seed)))
+    return losses
 
+
+def show_means() -> None:
     title(4, "Looking back: the mean of the past, in three ways")
     x = torch.randn(T, 2, dtype=torch.float64)
     by_loops, by_matrix, by_softmax = averages(x)
     print(f"loops and a triangular matrix differ by {(by_loops - by_matrix).abs().max():.0e},", end=" ")
     print(f"loops and a softmax of zeros and -inf by {(by_loops - by_softmax).abs().max():.0e}")
 
+
+def show_head() -> tuple[Head, Tensor]:
+    """Return the untrained head and the vectors (B, T, C) that it averaged."""
     title(5, "One head of attention: a mean whose weights come from the data")
     head, vectors = Head(C, 16), torch.randn(B, T, C)
     print("weights of one row:", *(f"{value:.2f}" for value in head.weights(vectors)[0, -1].tolist()))
     print(f"the service's kernel gives the same, to {difference_to_the_service(head, vectors):.0e}")
     print(f"4 heads of {C // 4} channels at once and one after the other: {heads_at_once(vectors, 4):.0e} apart")
+    return head, vectors
 
+
+def show_scale(seed: int) -> None:
     title(6, "The scale: q · k / √head_dim, before the softmax")
     measured = scale(16, seed)
     print(f"head_dim 16: q · k has variance {measured.variance:.1f}, divided by √16 {measured.scaled:.2f}")
     print(f"the largest of {T} weights is {measured.sharpest:.2f} on average, with the scale {measured.softer:.2f}")
     print(f"scaled after the softmax, a row's weights add up to {measured.sum_if_late:.2f} and stay as sharp")
 
+
+def show_mask(head: Head, vectors: Tensor) -> None:
     title(7, "The mask, the order, the batch")
     changed, encoder = vectors[:1].clone(), Head(C, 16, is_causal=False)
     changed[:, -1] += 1
@@ -290,34 +319,45 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, s
     swapped = vectors[:1, [1, 0, *range(2, T)]]
     print(f"swap the first two; the last output changes by {seen_from(head, vectors[:1], swapped)[-1]:.0e}: ", end="")
     print("without positions, attention knows no order")
-    full = checkpoint.load_model()
-    rows = torch.randint(full.config.vocab_size, (4, 64))
-    print(f"a row beside three others and alone: {difference_beside_others(full, rows):.0e} apart")
+
+
+def show_batch(model: GPT) -> None:
+    rows = torch.randint(model.config.vocab_size, (4, 64))
+    print(f"a row beside three others and alone: {difference_beside_others(model, rows):.0e} apart")
     print(f"weights of 32 rows, 8 heads, 512 characters: {score_bytes(32, 8, 512) / 1e6:,.0f} MB; ", end="")
     print("a fused kernel writes none of them")
 
-    title(8, "A model with one head")
-    one_head = OneHead(V)
-    one_head_losses = train(one_head, corpus, steps // 2, seed)
-    print(f"{sum(p.numel() for p in one_head.parameters()):,} parameters, {plural(steps // 2, 'step')}:", end=" ")
-    print(f"{validation_loss(one_head, corpus):.2f}")
-    print(indented(text(one_head)))
 
-    title(9, f"The model that is served: {full.config.n_layer} layers of {full.config.n_head} heads, RoPE, SwiGLU")
+def show_one_head(corpus: Corpus, steps: int, seed: int) -> tuple[OneHead, list[float]]:
+    """Return the trained model and the loss of each step."""
+    title(8, "A model with one head")
+    model = OneHead(corpus.tokenizer.vocab_size)
+    losses = train(model, corpus, steps, seed)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {plural(steps, 'step')}:", end=" ")
+    print(f"{validation_loss(model, corpus):.2f}")
+    print(indented(generated(model, corpus, seed)))
+    return model, losses
+
+
+def show_served(corpus: Corpus, checkpoint: Checkpoint, model: GPT, seed: int) -> float | None:
+    """Return the loss of the full model if it was trained on the same text, so that it can be compared."""
+    title(9, f"The model that is served: {model.config.n_layer} layers of {model.config.n_head} heads, RoPE, SwiGLU")
     loss = checkpoint.training.get("losses", {}).get("whole")
     about = checkpoint.training.get("data", {})
-    print(f"{full.config.num_parameters:,} parameters" + (f": {loss:.2f}" if loss else ""), end=" ")
+    print(f"{model.config.num_parameters:,} parameters" + (f": {loss:.2f}" if loss else ""), end=" ")
     print(f"(trained on {about.get('name', 'another text')})")
-    if about.get("sha256") != corpus.sha256:
-        loss = None  # the loss on another text cannot be compared
     its_texts = TextModel.of(checkpoint)
-    with open_model(full, its_texts, slots=1) as served:
+    with open_model(model, its_texts, slots=1) as served:
         prompt = first_prompt(its_texts)
         print(indented(served.generate(prompt, max_tokens=200, seed=seed, ignore_eos=True).text))
+    return loss if about.get("sha256") == corpus.sha256 else None
 
-    trained = {"bigram table": bigram_losses, "one head": one_head_losses}
-    draw(picture, corpus, trained, one_head, loss, seed)
-    print(f"\n{time.monotonic() - started:.0f} s; picture: {picture}")
+
+def generated(model: nn.Module, corpus: Corpus, seed: int) -> str:
+    """Return 200 characters that follow a line break, or the text's first character if it has none."""
+    tokenizer = corpus.tokenizer
+    first = tokenizer.encode("\n")[0] if "\n" in tokenizer else int(corpus.train[0])
+    return tokenizer.decode(generate(model, torch.tensor([[first]]), 200, seed)[0, 1:].tolist())
 
 
 def title(number: int, words: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from service.local import Model, RequestError
+from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.text.encoding import unknown_characters
 from service.text.model import TextModel
@@ -31,7 +32,7 @@ from training.messages import plural
 from training.model.loading import load_model, open_model
 from training.run.progress import show_forwards
 from training.text.files import DataError
-from training.text.records import OF_TEXT, read_records, splitting_of
+from training.text.records import OF_TEXT, Splitting, read_records, splitting_of
 
 LINES, BYTES = 4096, 1 << 18  # lines are scored together up to these limits
 SLOTS = 32
@@ -61,16 +62,21 @@ class Tally:
         if self.num_refused <= MAX_REPORTED:
             print(f"line {number:,}: {reason}", file=sys.stderr)
 
+    def require_all(self, file: Path) -> None:
+        """Raise DataError unless all lines of the file were scored, and there was one."""
+        if not self.num_lines:
+            raise DataError(f"{file} has no lines to score")
+        if self.num_refused:
+            more = f", the first {MAX_REPORTED} of which are named above" if self.num_refused > MAX_REPORTED else ""
+            raise DataError(f"{plural(self.num_refused, 'line')} of {self.num_lines:,} not scored{more}")
+
 
 def command(args: argparse.Namespace) -> None:
     if args.top is not None and args.top < 1:
         raise ConfigError(f"--top must be at least 1, got {args.top}")
     checkpoint, gpt = load_model(args)
     tokenizer, tally = checkpoint.tokenizer, Tally()
-    records = checkpoint.record_end is not None if args.records is None else args.records
-    separator, column, end = splitting_of(checkpoint) if records else OF_TEXT
-    if records and (end := end or "\n") not in tokenizer:
-        raise DataError("--records needs a model whose vocabulary includes the line break; this one does not")
+    separator, column, end = splitting_to_score(checkpoint, args.records)
     text = TextModel(tokenizer, end or None, checkpoint.config.receptive_field)
     if args.unknown_characters is None:
         can_replace = args.replacement_character is not None or tokenizer.replacement in tokenizer
@@ -87,11 +93,21 @@ def command(args: argparse.Namespace) -> None:
     if is_ranked:  # below the bar
         write_rows(rows, COLUMNS, args.format)
     report_unknown(tally.replaced, tally.dropped)
-    if not tally.num_lines:
-        raise DataError(f"{args.data} has no lines to score")
-    if tally.num_refused:
-        more = f", the first {MAX_REPORTED} of which are named above" if tally.num_refused > MAX_REPORTED else ""
-        raise DataError(f"{plural(tally.num_refused, 'line')} of {tally.num_lines:,} not scored{more}")
+    tally.require_all(args.data)
+
+
+def splitting_to_score(checkpoint: Checkpoint, records: bool | None) -> Splitting:
+    """Return how a file is split. records: --records, by default as the model was trained.
+
+    Raises:
+        DataError: the vocabulary lacks the end of a record.
+    """
+    if not (checkpoint.record_end is not None if records is None else records):
+        return OF_TEXT
+    separator, column, end = splitting_of(checkpoint)
+    if (end := end or "\n") not in checkpoint.tokenizer:
+        raise DataError("--records needs a model whose vocabulary includes the line break; this one does not")
+    return Splitting(separator, column, end)
 
 
 def show_progress(file: Path, among_rows: bool) -> AbstractContextManager[Advance]:

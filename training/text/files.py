@@ -1,4 +1,7 @@
-"""Find the files of `--data`, and read them as text: plain or gzip, UTF-8 or UTF-16, with any line breaks."""
+"""Find the files of `--data`, and read them as text: plain or gzip, with any line breaks.
+
+A file with a byte-order mark is read as the mark says: UTF-8, UTF-16 or UTF-32. Any other file is UTF-8.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,13 @@ from pathlib import Path
 from training.messages import Refusal, plural
 
 CHUNK_BYTES = 1 << 22
-BYTE_ORDER_MARK = "\ufeff"
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+UTF8 = "utf-8-sig"  # leaves out a byte-order mark
+MARKS = {  # the other byte-order marks; UTF-32's LE mark begins with UTF-16's
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 HEAD_BYTES = 1 << 13  # bytes read to recognize a binary file
 PACKED = {b"\xfd7zXZ\0": "xz -dk", b"BZh": "bunzip2 -k", b"PK\3\4": "unzip", b"\x28\xb5\x2f\xfd": "zstd -d"}
 MAX_LISTED = 5  # binary files named in a message
@@ -29,6 +37,10 @@ TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca5
 
 class DataError(Refusal):
     """A text that cannot be found, read or trained on; the message says why and what to do."""
+
+
+class NotTextError(DataError):
+    """A file that is not text in its encoding. The message names the first byte that is wrong."""
 
 
 def cache_dir() -> Path:
@@ -113,32 +125,21 @@ def _listed(paths: list[Path], noun: str = "binary file") -> str:
 def _is_binary(file: Path) -> bool:
     """Return whether a file's first bytes include a NUL, or are neither UTF-8 nor printable Latin-1.
 
-    UTF-16 and UTF-32 count as text.
+    A file with a byte-order mark is text.
     """
     head = next(_read_bytes(file, HEAD_BYTES), b"")
     encoding = _encoding(head)
-    if b"\0" in head and encoding == "utf-8":
+    if b"\0" in head and encoding == UTF8:
         return True
     try:
         codecs.getincrementaldecoder(encoding)().decode(head)  # may end within a character
     except UnicodeDecodeError:
-        return encoding != "utf-8" or any(byte < 32 and byte not in b"\t\n\f\r\x1b" for byte in head)
+        return encoding != UTF8 or any(byte < 32 and byte not in b"\t\n\f\r\x1b" for byte in head)
     return False
 
 
 def _encoding(head: bytes) -> str:
-    """Return utf-32 or utf-16 if there is a byte-order mark, else utf-16-le or utf-16-be if over three quarters of the
-    high bytes are NUL and no low byte is, else utf-8.
-    """
-    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # UTF-32's LE mark begins with UTF-16's
-        return "utf-32"
-    if head.startswith(UTF16_MARKS):
-        return "utf-16"
-    evens, odds = (head[start:HEAD_BYTES:2] for start in (0, 1))
-    for encoding, high, low in (("utf-16-le", odds, evens), ("utf-16-be", evens, odds)):
-        if high.count(0) > 0.75 * len(high) and 0 not in low:
-            return encoding
-    return "utf-8"
+    return next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), UTF8)
 
 
 def find_text(data: str) -> Path:
@@ -198,57 +199,65 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
     """
     notes = set() if notes is None else notes
     for number, file in enumerate(files):
-        chunks = itertools.chain(_read_bytes(file), [b""])
-        head = next(chunks)
-        encoding = _encoding(head)
-        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(errors), translate=True)
-        start, last, is_first = 0, "\n", True
-        for chunk in itertools.chain([head], chunks):
-            pending = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut in two
-            try:
-                text = decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                offset, byte = start - pending + error.start, error.object[error.start]
-                hint = _decoding_hint(file, head, encoding, is_alone=len(files) == 1)
-                others = [str(other) for other in files[number + 1 :] if not _is_decodable(other)]
-                if others:
-                    hint += f"; {plural(len(others), 'other file')} likewise: {', '.join(others)}"
-                raise DataError(
-                    f"{file} is not {encoding.upper()}: byte 0x{byte:02X} at offset {offset} ({error.reason}); {hint}"
-                ) from None
-            start += len(chunk)
-            if text and is_first:
-                is_first = False
-                if encoding != "utf-8":
-                    notes.add(f"{file.name}: {encoding[:6].upper()} read as text")
-                if text[0] == BYTE_ORDER_MARK:
-                    text = text[1:]
-                    notes.add(f"{file.name}: byte-order mark left out")
-            if text:
+        last = "\n"
+        try:
+            for text in _decoded(file, notes, errors):
                 last = text[-1]
                 yield text
-        if set(decoder.newlines or ()) - {"\n"}:
-            notes.add(f"{file.name}: line breaks of Windows or an old Mac read as \\n")
+        except NotTextError as error:
+            leave_out = f", or leave it out with --exclude {shlex.quote(file.name)}" if len(files) > 1 else ""
+            others = [str(other) for other in files[number + 1 :] if not _is_decodable(other)]
+            likewise = f"; {plural(len(others), 'other file')} likewise: {', '.join(others)}" if others else ""
+            raise DataError(f"{error}{leave_out}{likewise}") from None
         if file is not files[-1] and last != "\n":
             yield "\n"
 
 
-def _decoding_hint(file: Path, head: bytes, encoding: str, is_alone: bool) -> str:
-    """Return what to do about a file that is not in its encoding. head: its first bytes."""
-    path = shlex.quote(str(file))
+def _decoded(file: Path, notes: set[str], errors: str) -> Iterator[str]:
+    """Yield a file's text in chunks that are not empty, as `read_text` reads it. Raises NotTextError."""
+    chunks = itertools.chain(_read_bytes(file), [b""])
+    head = next(chunks)
+    encoding = _encoding(head)
+    if encoding == UTF8 and (offset := head.find(b"\0", 0, HEAD_BYTES)) >= 0:
+        raise _not_text(file, head, 0, offset, "NUL")
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(errors), translate=True)
+    end = 0  # of the chunk
+    for chunk in itertools.chain([head], chunks):
+        end += len(chunk)
+        try:
+            text = decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:  # its object ends with the chunk, and begins with what an earlier one cut
+            offset = end - len(error.object) + error.start
+            raise _not_text(file, head, error.object[error.start], offset, error.reason) from None
+        if text:
+            yield text
+    if encoding != UTF8:
+        notes.add(f"{file.name}: {encoding.upper()} read as text")
+    elif head.startswith(codecs.BOM_UTF8):
+        notes.add(f"{file.name}: byte-order mark left out")
+    if set(decoder.newlines or ()) - {"\n"}:
+        notes.add(f"{file.name}: line breaks of Windows or an old Mac read as \\n")
+
+
+def _not_text(file: Path, head: bytes, byte: int, offset: int, reason: str) -> NotTextError:
+    """Return an error that says what to do about a file that is not in its encoding. head: its first bytes."""
+    path, encoding = shlex.quote(str(file)), _encoding(head)
+    command = "iconv -f ENCODING -t UTF-8"
+    command = f"zcat {path} | {command}" if file.suffix == ".gz" else f"{command} {path}"
     if head.startswith(b"\x1f\x8b"):
-        return "it is compressed by gzip: its name must end with .gz"
-    if packed := next((name for magic, name in PACKED.items() if head.startswith(magic)), None):
-        return f"it is packed: unpack it first, with {packed} {path}"
-    if _is_binary(file):
-        return "it is a binary file; of a folder, binary files are skipped"
-    if encoding != "utf-8":
-        return "it may be cut off"
-    source = f"zcat {path} | iconv" if file.suffix == ".gz" else f"iconv {path}"
-    return (
-        f"convert it first, with {source} -f ENCODING -t UTF-8 > converted.txt; ENCODING is for example "
-        "WINDOWS-1252 for Western European, GB18030 for Chinese and SHIFT_JIS for Japanese texts"
-    ) + ("" if is_alone else f", or leave it out with --exclude {shlex.quote(file.name)}")
+        hint = "it is compressed by gzip: its name must end with .gz"
+    elif packed := next((name for magic, name in PACKED.items() if head.startswith(magic)), None):
+        hint = f"it is packed: unpack it first, with {packed} {path}"
+    elif encoding != UTF8:
+        hint = "it may be cut off"
+    elif byte == 0:
+        hint = f"it is a binary file, or UTF-16 without a byte-order mark: convert it with {command} > converted.txt"
+    elif _is_binary(file):
+        hint = "it is a binary file; of a folder, binary files are skipped"
+    else:
+        hint = f"convert it first, with {command} > converted.txt"
+    name = encoding.removesuffix("-sig").upper()
+    return NotTextError(f"{file} is not {name}: byte 0x{byte:02X} at offset {offset} ({reason}); {hint}")
 
 
 def _is_decodable(file: Path) -> bool:

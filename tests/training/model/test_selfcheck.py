@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from types import SimpleNamespace
 
 import chargpt
@@ -49,7 +48,7 @@ def relu2(monkeypatch):
 
 def differences(**fields):
     config = GPTConfig(**{**SHAPE, **fields})
-    return [first_difference(config, dtype, rows=2) for dtype in (torch.float32, torch.bfloat16)]
+    return [first_difference(config, dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_another_activation_is_trained_as_written(relu2, tmp_path):
     start(tiny(tmp_path, dtype="float32"), tmp_path / "out", console := Console(record=True, width=500))
     start(tiny(tmp_path, dtype="float32", fused="false"), tmp_path / "autograd")
     output = console.export_text()
-    assert CHANGED in output and re.search(r"through autograd, about \d+\.\d times as long for a step\n", output)
+    assert CHANGED in output and "so this run goes through autograd\n" in output
     assert selfcheck.NOT_SERVABLE in output
     assert weights(tmp_path / "out") == weights(tmp_path / "autograd")
     assert events(tmp_path / "out") == events(tmp_path / "autograd")
