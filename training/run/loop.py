@@ -274,9 +274,9 @@ def introduction(run: Run) -> Iterator[str]:
 
 def check_forward(run: Run, console: Console) -> None:
     """Replace the fast forward by autograd, and print a line, if it does not compute GPT.forward."""
-    model, difference = run.model.config, None
+    difference = None
     if isinstance(run.forward, FusedForward):
-        difference = first_difference(model, run.forward.dtype)
+        difference = first_difference(run.model, run.forward.dtype)
     # This call is also a barrier, because the first save replaces files that every process reads.
     if run.world.all_reduce_(torch.tensor([float(difference is not None)])).item():
         run.forward = run.model
@@ -284,5 +284,5 @@ def check_forward(run: Run, console: Console) -> None:
             run.teachers.use_autograd()
     if difference:
         say(console, f"gpt.py has changed: {difference}")
-    if run.world.is_main and not is_servable(model):
+    if run.world.is_main and not is_servable(run.model):
         say(console, NOT_SERVABLE)
