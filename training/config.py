@@ -162,27 +162,16 @@ class TrainConfig:
     compile: bool = expert(False, "torch.compile the model: up to a minute for each window size; not on cpu")
 
     def __post_init__(self) -> None:
-        # A caller may give a single name, and settings read from JSON are lists.
-        for name in ("data", "glob", "exclude", "teachers"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        if isinstance(self.records, bool):  # older versions had only records of one line
-            object.__setattr__(self, "records", LINES if self.records else "")
-        if self.column is not None:
-            if self.records not in ("", LINES):
-                raise ConfigError(
-                    f"records must be {LINES} if column is set, as its cells are the records, got {self.records!r}"
-                )
-            object.__setattr__(self, "records", LINES)
+        self._normalize()
         for each in fields(self):
-            value, bounds = getattr(self, each.name), each.metadata["bounds"]
-            if bounds and not (bounds[0] <= value <= bounds[1] and (bounds is not FRACTION or value < 1)):
-                end = ")" if bounds is FRACTION else "]"
-                raise ConfigError(f"{each.name} must be in [{bounds[0]}, {bounds[1]}{end}, got {value}")
+            _check_bounds(each.name, getattr(self, each.name), each.metadata["bounds"])
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}")
-        object.__setattr__(self, "score_chars", "all" if str(self.score_chars) == "0" else str(self.score_chars))
+        if self.column is not None and self.records != LINES:
+            raise ConfigError(
+                f"records must be {LINES} if column is set, as its cells are the records, got {self.records!r}"
+            )
         if self.score_chars not in ("auto", "all") and not (self.score_chars.isdecimal() and int(self.score_chars) > 0):
             raise ConfigError(f"score_chars must be auto, all or a number of at least 1, got {self.score_chars!r}")
         if self.extend_vocabulary and self.init_from is None:
@@ -190,6 +179,22 @@ class TrainConfig:
         # This check comes before an earlier run is replaced.
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError(f"tensorboard needs the package tensorboard: {installing('tensorboard')}")
+
+    def _normalize(self) -> None:
+        """Give each value the type of its field: a caller may give a single name, and settings read from JSON are
+        lists.
+        """
+        values: dict[str, Any] = {}
+        for name in ("data", "glob", "exclude", "teachers"):
+            value = getattr(self, name)
+            values[name] = (value,) if isinstance(value, str) else tuple(value)
+        if isinstance(self.records, bool):  # older versions had only records of one line
+            values["records"] = LINES if self.records else ""
+        elif self.column is not None and not self.records:
+            values["records"] = LINES
+        values["score_chars"] = "all" if str(self.score_chars) == "0" else str(self.score_chars)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_preset(cls, preset: str, **changes: Any) -> TrainConfig:
@@ -242,6 +247,12 @@ class TrainConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _check_bounds(name: str, value: Any, bounds: tuple[float, float] | None) -> None:
+    if bounds and not (bounds[0] <= value <= bounds[1] and (bounds is not FRACTION or value < 1)):
+        end = ")" if bounds is FRACTION else "]"
+        raise ConfigError(f"{name} must be in [{bounds[0]}, {bounds[1]}{end}, got {value}")
 
 
 # RECIPE.md documents the experiments behind these values.

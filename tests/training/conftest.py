@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.run import estimate, loop
+from training.run import estimate, folder
 
-PEAK, DRAW, PICTURE = functools.cache(estimate.matmul_peak), loop.draw_curves, list[bytes]()
+PEAK, DRAW, PICTURE = functools.cache(estimate.matmul_peak), folder.draw_curves, list[bytes]()
 
 
 def draw_once(out: Path) -> None:
@@ -28,7 +28,7 @@ def apart(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CHARGPT_DATA_DIR", raising=False)
     monkeypatch.setattr(estimate, "matmul_peak", PEAK)
-    monkeypatch.setattr(loop, "draw_curves", draw_once)
+    monkeypatch.setattr(folder, "draw_curves", draw_once)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -20,7 +20,7 @@ from training.__main__ import main
 from training.config import TrainConfig
 from training.fit.settings import Settings
 from training.model.device import resolve_auto
-from training.run import estimate, loop
+from training.run import estimate, folder, loop
 from training.run.distributed import World
 from training.run.resume import resume as resume_run
 from training.run.run import Run
@@ -87,7 +87,7 @@ def train_in_two(*arguments: str) -> None:
 def _train(variables: dict[str, str], arguments: list[str]) -> None:
     os.environ.update(variables)
     os.fsync = lambda descriptor: None
-    loop.draw_curves = lambda out: (out / "loss.png").touch()
+    folder.draw_curves = lambda out: (out / "loss.png").touch()
     estimate.matmul_peak = lambda device, dtype: 1e11
     sys.argv = ["training", "train", *arguments]
     sys.exit(main())

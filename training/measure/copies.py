@@ -69,7 +69,7 @@ def examine(answers: Iterable[Answer], corpus: Corpus, regex: str | None, check:
         except re.error as error:
             raise ConfigError(f"--regex {regex!r}: {error}") from None
     if check is not None:
-        valid = valid_records(valid, check, corpus.separator, end)
+        valid = valid_records(valid, check, corpus.source.separator, end)
     asked = None if regex is check is None else valid
     columns = {
         name: describe_records(some, set(known), set(unseen), asked)

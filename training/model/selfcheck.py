@@ -21,7 +21,6 @@ from service.engine.runner import NONE, Piece, Report, Runner
 from service.engine.selfcheck import TOLERANCES, SelfCheckError, other_weight
 from service.model.attention import logits_of
 from service.model.checkpoint import layout
-from service.model.config import GPTConfig
 from service.model.gpt import GPT, Block
 from service.model.params import SamplingParams
 from service.wire import floats
@@ -43,7 +42,7 @@ NOT_SERVABLE = (
 )
 
 
-def first_difference(config: GPTConfig, dtype: torch.dtype) -> str | None:
+def first_difference(model: GPT, dtype: torch.dtype) -> str | None:
     """Return a message if the fast forward in `dtype` differs from GPT.forward, else None.
 
     Compares the residual stream, the logits, the loss and the gradients. Takes random weights, because the projections
@@ -51,7 +50,7 @@ def first_difference(config: GPTConfig, dtype: torch.dtype) -> str | None:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _randomized(config)
+        model, config = _randomized(model), model.config
         if wrong := other_weight(config, model.state_dict()):
             return f"the fast step of fused.py has other weights, so this run goes through autograd: {wrong}"
         for each, (windows, length) in ((torch.float32, OF_FORMULAS), (dtype, OF_KERNELS)):
@@ -67,8 +66,9 @@ def first_difference(config: GPTConfig, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _randomized(config: GPTConfig) -> GPT:
-    model = GPT(config)
+def _randomized(model: GPT) -> GPT:
+    """Return a copy on the CPU with random weights."""
+    model = copy.deepcopy(model).cpu()
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -198,11 +198,11 @@ def is_qwen3(model: GPT) -> bool:
     return bool(error <= IS_SAME * logits.abs().max().clamp(min=1.0))
 
 
-def is_servable(config: GPTConfig) -> bool:
+def is_servable(model: GPT) -> bool:
     """Return whether the service's reference computes GPT.forward. Each backend checks itself by that reference."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = _randomized(config).eval()
+        model, config = _randomized(model).eval(), model.config
         ids = torch.arange(SERVED) ** 2 % config.vocab_size
         weights = {name: value.numpy() for name, value in model.state_dict().items()}
         if other_weight(config, weights):

@@ -29,6 +29,7 @@ from training.config import ConfigError
 from training.folders import restore_folder
 from training.messages import resume_command
 from training.model.device import keep_freed_memory, machine
+from training.run.curves import draw_curves
 from training.run.distributed import World
 from training.run.errors import DivergedError, InterruptedRun, ResumeError, StorageError
 from training.run.log import RunLog
@@ -87,6 +88,11 @@ class RunFolder:
     def log(self, record: dict[str, Any]) -> None:
         if self._log:
             self._log.add(record)
+
+    def draw(self) -> None:
+        """Draw the curves of the log."""
+        if self.is_main:
+            draw_curves(self.path)
 
     def interrupted(self) -> InterruptedRun:
         """Return the error for the signal that ended the run after a save."""

@@ -32,7 +32,6 @@ from training.model.fused import FusedForward
 from training.model.loading import open_model
 from training.model.optim import lr_scale
 from training.model.selfcheck import NOT_SERVABLE, first_difference, is_servable
-from training.run.curves import draw_curves
 from training.run.estimate import Estimate
 from training.run.folder import RunFolder
 from training.run.progress import ProgressView, print_report, show_forwards
@@ -63,11 +62,11 @@ def train(run: Run, folder: RunFolder, console: Console) -> None:
             if evaluation_is_due(run):
                 folder.save()  # a failing evaluation must not cost any steps
                 view.show_evaluation(progress, evaluate(run, folder))
-            if progress.step and config.keep_every and progress.step % config.keep_every == 0:
+            if keeping_is_due(run):
                 folder.save_served(f"step-{progress.step:08}", run.model, {})
             if progress.step == config.steps or progress.is_out_of_patience(config):
                 break
-            value = step(run, time.monotonic() - folder.saved_at > config.save_seconds)
+            value = step(run, save_is_due=time.monotonic() - folder.saved_at > config.save_seconds)
             view.show_step(progress, value)
             if len(run.step_seconds) == ESTIMATE_STEPS and folder.is_main:
                 say(console, estimate.line(statistics.median(run.step_seconds)))
@@ -76,8 +75,7 @@ def train(run: Run, folder: RunFolder, console: Console) -> None:
             if run.stopped or run.save_is_due:
                 folder.save()
             if run.stopped:
-                if folder.is_main:
-                    draw_curves(folder.path)
+                folder.draw()
                 raise folder.interrupted()
         finish(run, folder, console)
 
@@ -148,6 +146,11 @@ def evaluation_is_due(run: Run) -> bool:
     return step != run.progress.evaluated_step and (is_regular or at_end)
 
 
+def keeping_is_due(run: Run) -> bool:
+    every = run.config.keep_every
+    return every > 0 and run.progress.step > 0 and run.progress.step % every == 0
+
+
 def evaluate(run: Run, folder: RunFolder) -> dict[str, Any]:
     """Measure the validation loss, save the weights if they are the best so far, and return the logged record."""
     progress = run.progress
@@ -190,7 +193,7 @@ def sample(run: Run) -> str:
     with open_model(run.model, text, slots=SAMPLED_RECORDS) as served:
         if corpus.record_end is not None:
             records = served.generate(n=SAMPLED_RECORDS, **fields).texts
-            return separator_between(corpus.separator, corpus.record_end).join(records)
+            return separator_between(corpus.source.separator, corpus.record_end).join(records)
         first = "\n" if "\n" in corpus.tokenizer else corpus.tokenizer.decode([int(corpus.train[0])])
         return first + served.generate(first, **fields).text
 
@@ -225,7 +228,7 @@ def finish(run: Run, folder: RunFolder, console: Console) -> None:
     folder.save_served("best", best, losses, run.progress.at_best)
     speed = Estimate(run).speed()
     folder.log({"event": "end", "step": run.progress.step, **losses, **folder.scored, **speed})
-    draw_curves(folder.path)
+    folder.draw()
     folder.save()
     print_report(console, run.config, run.progress, losses, speed, folder.path, scores, len(run.corpus.val) - 1)
 
@@ -271,9 +274,9 @@ def introduction(run: Run) -> Iterator[str]:
 
 def check_forward(run: Run, console: Console) -> None:
     """Replace the fast forward by autograd, and print a line, if it does not compute GPT.forward."""
-    model, difference = run.model.config, None
+    difference = None
     if isinstance(run.forward, FusedForward):
-        difference = first_difference(model, run.forward.dtype)
+        difference = first_difference(run.model, run.forward.dtype)
     # This call is also a barrier, because the first save replaces files that every process reads.
     if run.world.all_reduce_(torch.tensor([float(difference is not None)])).item():
         run.forward = run.model
@@ -281,5 +284,5 @@ def check_forward(run: Run, console: Console) -> None:
             run.teachers.use_autograd()
     if difference:
         say(console, f"gpt.py has changed: {difference}")
-    if run.world.is_main and not is_servable(model):
+    if run.world.is_main and not is_servable(run.model):
         say(console, NOT_SERVABLE)

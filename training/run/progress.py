@@ -123,8 +123,14 @@ def print_report(
     val_characters: int,
 ) -> None:
     """Print the losses of the best weights and of the baselines, overfitting, speed and the paths of the results."""
+    evaluations = {r["step"]: r for r in read_log(out) if r["event"] == "evaluation"}
+    overfitting = _overfitting(evaluations, progress)
     _print_losses(console, losses, scores, val_characters)
-    _print_evaluations(console, config, progress, out, val_characters)
+    if warning := verdict(losses, overfits=overfitting is not None):
+        say(console, warning)
+    _print_evaluations(console, evaluations, config, progress, val_characters)
+    if overfitting:
+        say(console, overfitting + ("" if config.patience else "; --patience stops early"))
     say(
         console,
         f"{plural(progress.characters, 'character')} in {progress.elapsed_seconds:.0f} s of training: "
@@ -148,16 +154,31 @@ def _print_losses(console: Console, losses: dict[str, float], scores: Scores, va
             f"scored on a sample: {scores.characters:,} of {plural(val_characters, 'character')}; ±: "
             "standard error. --score-chars all scores the rest",
         )
-    if warning := verdict(losses):
-        say(console, warning)
+
+
+def _overfitting(evaluations: dict[int, dict[str, Any]], progress: Progress) -> str | None:
+    """Return a sentence if the validation loss has risen since the best step while the training loss has fallen."""
+    last = max(evaluations)
+    best = last if progress.best_step is None else progress.best_step
+    val = evaluations[last]["val_loss"] - evaluations[best]["val_loss"]
+    train = evaluations[last].get("mean_train_loss", math.nan) - evaluations[best].get("mean_train_loss", math.nan)
+    if not (val > NOISE and train < 0):
+        return None
+    return (
+        f"overfitting: since step {best} the validation loss has risen by {val:.4f} and the training loss has fallen "
+        f"by {-train:.4f}; the checkpoint is from step {best}. Train on more text, a smaller model, fewer steps, or "
+        "with more --dropout or --weight-decay"
+    )
 
 
 def _print_evaluations(
-    console: Console, config: TrainConfig, progress: Progress, out: Path, val_characters: int
+    console: Console,
+    evaluations: dict[int, dict[str, Any]],
+    config: TrainConfig,
+    progress: Progress,
+    val_characters: int,
 ) -> None:
-    """Print the losses at the best and the last step, and whether the run stopped early or overfits."""
-    records = read_log(out)
-    evaluations = {r["step"]: r for r in records if r["event"] == "evaluation"}
+    """Print the losses at the best and the last step, and whether the run stopped early."""
     val = {step: r["val_loss"] for step, r in evaluations.items()}
     part = f", first {plural(config.eval_chars, 'character')}" if 0 < config.eval_chars < val_characters else ""
     table = Table("step", "training loss", f"validation loss{part}, in {config.dtype}")
@@ -173,25 +194,20 @@ def _print_evaluations(
             f"stopped early at step {progress.step} of {config.steps}: the validation loss has not improved in "
             f"{plural(config.patience, 'evaluation')} since step {best}",
         )
-    if best is not None and val[last] > val[best] + NOISE and train[last] < train[best]:
-        say(
-            console,
-            f"overfitting: since step {best} the validation loss has risen by {val[last] - val[best]:.4f} and the "
-            f"training loss has fallen by {train[best] - train[last]:.4f}; the checkpoint is from step {best}. Train "
-            "on more text, a smaller model, fewer steps, or with more --dropout or --weight-decay"
-            + ("" if config.patience else "; --patience stops early"),
-        )
 
 
-def verdict(losses: dict[str, float]) -> str | None:
-    """Return a warning that names a baseline if the model is no better than it, else None."""
+def verdict(losses: dict[str, float], overfits: bool = False) -> str | None:
+    """Return a warning that names a baseline if the model is no better than it, else None.
+
+    overfits: whether longer training would make the model worse.
+    """
+    longer = "on more text" if overfits else "longer, with more --minutes or a larger --preset, or on more text"
     loss = min(losses["whole"], losses["streamed"])
     for name in filter(losses.__contains__, BASELINES):
         if loss >= losses[name]:
             return (
                 f"the best weights are no better than {LOSSES[name]}: {loss:.4f} nats on the validation split, {name} "
-                f"{losses[name]:.4f}. Train longer, with more --minutes or a larger --preset, or on more text; a large "
-                "model of a small text memorizes it instead, and a validation split unlike the training split cannot "
-                "be predicted"
+                f"{losses[name]:.4f}. Train {longer}; a large model of a small text memorizes it instead, and a "
+                "validation split unlike the training split cannot be predicted"
             )
     return None

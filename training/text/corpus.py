@@ -40,10 +40,49 @@ MIN_CHARACTERS = 20  # leaves the validation split one character to predict
 
 
 @dataclass(frozen=True)
+class Source:
+    """The text of a corpus: its files, and how they are split into records."""
+
+    files: tuple[Path, ...]
+    separator: str  # of records: LINES, BLANK or a mark; "": the text is not split
+    column: str | None  # the table's column whose cells are the records
+
+    @property
+    def name(self) -> str:
+        first, *others = self.files
+        return f"{first.name} and {len(others)} more" if others else first.name
+
+    def text(self, notes: set[str] | None = None) -> Iterator[str]:
+        """Yield the text that is hashed, in pieces."""
+        return source_text(self.files, self.column, notes)
+
+    def sha256(self, notes: set[str]) -> str:
+        digest = hashlib.sha256()
+        for text in self.text(notes):
+            digest.update(text.encode())
+        return digest.hexdigest()
+
+    def split(self, texts: Iterable[str], end: str) -> Iterable[str]:
+        """Yield `texts` with `end` after each record."""
+        return split_text(texts, self.separator, self.column, end, self.name)
+
+    def cache_folder(self, sha256: str, tokenizer: CharTokenizer | None = None) -> Path:
+        """Return the cache folder of the encoded text. `tokenizer`: the vocabulary, if it is not the text's own."""
+        name = f"{sha256}-v{FORMAT_VERSION}{'-records' if self.separator else ''}"
+        if self.column is not None:
+            name += "-column"  # sha256 is the hash of this column's cells
+        elif self.separator not in ("", LINES):
+            name += f"-{hashlib.sha256(self.separator.encode()).hexdigest()[:16]}"
+        if tokenizer:
+            name += f"-{hashlib.sha256(''.join(tokenizer.characters).encode()).hexdigest()[:16]}"
+        return cache_dir() / "corpora" / name
+
+
+@dataclass(frozen=True)
 class Corpus:
     """An encoded text, memory-mapped."""
 
-    name: str
+    source: Source
     sha256: str  # hash of the uncompressed text in UTF-8, or of a column's cells with U+001E after each
     tokenizer: CharTokenizer  # the text's own characters, sorted, or a vocabulary that includes them
     symbols: int  # number of distinct characters of the text, the unknown symbol included
@@ -52,9 +91,11 @@ class Corpus:
     records: int | None  # number of records; None: the text is not split into records
     notes: tuple[str, ...] = ()  # sentences for the user about changes made while reading the files
     record_end: str | None = None  # the character that precedes each record and ends it
-    separator: str = ""  # separates the records: LINES, BLANK or a mark
-    column: str | None = None  # the table's column whose cells are the records
     replaced: tuple[int, int] = (0, 0)  # distinct characters and occurrences that became the unknown symbol
+
+    @property
+    def name(self) -> str:
+        return self.source.name
 
     @property
     def train(self) -> np.ndarray:
@@ -157,31 +198,42 @@ def prepare(
     separator = LINES if records is True or (column is not None and not records) else records or ""
     notes: set[str] = set()
     files = find_texts([data] if isinstance(data, str) else data, glob, exclude, notes)
-    name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
-    digest = hashlib.sha256()
-    for text in source_text(files, column, notes):
-        digest.update(text.encode())
-    sha256 = digest.hexdigest()
-    folder = _cache_folder(sha256, separator, column)
+    source = Source(tuple(files), separator, column)
+    sha256 = source.sha256(notes)
+    folder = source.cache_folder(sha256)
     if not folder.is_dir():
-        end = "\n" if separator == LINES and column is None else RECORD_SEPARATOR
-        characters = _characters_of(split_text(source_text(files, column), separator, column, end, name), name)
-        if column is not None and "\n" not in characters:
-            end = "\n"
-            characters.remove(RECORD_SEPARATOR)
-        if separator:
-            characters = sorted({*characters, end})
+        tokenizer, end = _vocabulary(source)
         with _writing_cache():
-            _encode(files, CharTokenizer(characters), sha256, folder, separator, column, end, name)
+            _encode(source, sha256, tokenizer, end, folder)
+    corpus = _read(source, sha256, folder, notes)
+    return corpus if min_count <= 1 else _without_rare(corpus, min_count)
+
+
+def _read(source: Source, sha256: str, folder: Path, notes: set[str]) -> Corpus:
+    """Return the corpus that `_encode` has written to a cache folder. notes: those of reading the files."""
     about = json.loads((folder / "corpus.json").read_bytes())
     tokenizer = CharTokenizer(about["characters"])
-    ids = np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer.vocab_size), mode="r")
-    corpus = Corpus(
-        name, sha256, tokenizer, tokenizer.vocab_size, ids,
-        num_train=about["num_train"], records=about["records"], notes=(*sorted(notes), *about["notes"]),
-        record_end=about.get("record_end", "\n") if separator else None, separator=separator, column=column,
-    )  # fmt: skip
-    return corpus if min_count <= 1 else _without_rare(corpus, min_count)
+    return Corpus(
+        source,
+        sha256,
+        tokenizer,
+        symbols=tokenizer.vocab_size,
+        ids=np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer.vocab_size), mode="r"),
+        num_train=about["num_train"],
+        records=about["records"],
+        notes=(*sorted(notes), *about["notes"]),
+        record_end=about.get("record_end", "\n") if source.separator else None,
+    )
+
+
+def _vocabulary(source: Source) -> tuple[CharTokenizer, str]:
+    """Return the characters of the text, and the one that ends its records."""
+    end = "\n" if source.separator == LINES and source.column is None else RECORD_SEPARATOR
+    characters = _characters_of(source.split(source.text(), end), source.name)
+    if source.column is not None and "\n" not in characters:
+        end = "\n"
+        characters.remove(RECORD_SEPARATOR)
+    return CharTokenizer(sorted({*characters, end}) if source.separator else characters), end
 
 
 def _characters_of(texts: Iterable[str], name: str) -> list[str]:
@@ -252,7 +304,7 @@ def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
         )
         corpus = replace(corpus, replaced=(sum(lacking), occurrences), notes=(*corpus.notes, note))
     table = encode_array(tokenizer, "".join(corpus.tokenizer.characters), replaces=True).astype(dtype)
-    folder = _cache_folder(corpus.sha256, corpus.separator, corpus.column, tokenizer)
+    folder = corpus.source.cache_folder(corpus.sha256, tokenizer)
     if not folder.is_dir():
         with _writing_cache(), replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
             for start in range(0, len(corpus.ids), CHUNK_BYTES):
@@ -271,62 +323,53 @@ def _writing_cache() -> Iterator[None]:
         ) from None
 
 
-def _cache_folder(sha256: str, separator: str, column: str | None, tokenizer: CharTokenizer | None = None) -> Path:
-    """Return the cache folder of an encoded text. `tokenizer`: the vocabulary, if it is not the text's own."""
-    name = f"{sha256}-v{FORMAT_VERSION}{'-records' if separator else ''}"
-    if column is not None:
-        name += "-column"  # sha256 is the hash of this column's cells
-    elif separator not in ("", LINES):
-        name += f"-{hashlib.sha256(separator.encode()).hexdigest()[:16]}"
-    if tokenizer:
-        name += f"-{hashlib.sha256(''.join(tokenizer.characters).encode()).hexdigest()[:16]}"
-    return cache_dir() / "corpora" / name
+def _encode(source: Source, sha256: str, tokenizer: CharTokenizer, end: str, folder: Path) -> None:
+    """Write the ids of a text to a cache folder, records shuffled, with what `_read` needs.
 
-
-def _encode(
-    files: Sequence[Path],
-    tokenizer: CharTokenizer,
-    sha256: str,
-    folder: Path,
-    separator: str,
-    column: str | None,
-    end: str,
-    name: str,
-) -> None:
+    Raises:
+        DataError: the text is no longer the one of this hash, or cannot be divided into records.
+    """
     dtype = id_dtype(tokenizer.vocab_size)
     digest, num_long = hashlib.sha256(), 0  # cells of several lines
 
     def digested() -> Iterator[str]:
         nonlocal num_long
-        for text in source_text(files, column):
+        for text in source.text():
             digest.update(text.encode())
-            if column is not None and "\n" in text:
+            if source.column is not None and "\n" in text:
                 num_long += sum("\n" in cell for cell in text.split(RECORD_SEPARATOR))
             yield text
 
-    end_id = tokenizer.encode(end)[0] if separator else None
+    end_id = tokenizer.encode(end)[0] if source.separator else None
     with replacing_folder(folder) as new:
-        texts = split_text(digested(), separator, column, end, name)
-        count, num_blank = _write_ids(new / "ids.bin", texts, tokenizer, dtype, end_id)
+        count, num_blank = _write_ids(new / "ids.bin", source.split(digested(), end), tokenizer, dtype, end_id)
         if digest.hexdigest() != sha256:
-            raise DataError(f"{files[0]} or another file changed while being read; try again")
+            raise DataError(f"{source.files[0]} or another file changed while being read; try again")
         num_train, num_records = int(count * TRAIN_SHARE), None
         if end_id is not None:
-            if separator != LINES:
-                _refuse_undivided(new / "ids.bin", tokenizer, end_id, separator, name)
-            num_train, num_records = _shuffle_records(new / "ids.bin", dtype, end_id, files[0])
-        kind = "empty cell" if column is not None else "empty line" if separator == LINES else "empty record"
-        note = f"{plural(num_blank, kind)} left out"
-        if kind == "empty line" and MIN_BLANK_LINES <= num_blank and 2 * num_blank <= (num_records or 0):
-            note += "; if they separate records of several lines, pass --records blank"
+            if source.separator != LINES:
+                _refuse_undivided(new / "ids.bin", tokenizer, end_id, source)
+            num_train, num_records = _shuffle_records(new / "ids.bin", dtype, end_id, source.files[0])
         about = {
             "characters": tokenizer.characters,
             "num_train": num_train,
             "records": num_records,
-            "record_end": end if separator else None,
-            "notes": [note] * (num_blank > 0) + [f"{plural(num_long, 'cell')} of several lines"] * (num_long > 0),
+            "record_end": None if end_id is None else end,
+            "notes": [*_notes(source, num_blank, num_long, num_records or 0)],
         }
         (new / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _notes(source: Source, num_blank: int, num_long: int, num_records: int) -> Iterator[str]:
+    """Yield notes about empty records, which were left out, and about cells of several lines."""
+    if num_blank:
+        is_line = source.column is None and source.separator == LINES
+        kind = "empty cell" if source.column is not None else "empty line" if is_line else "empty record"
+        is_blocks = is_line and MIN_BLANK_LINES <= num_blank and 2 * num_blank <= num_records
+        advice = "; if they separate records of several lines, pass --records blank" if is_blocks else ""
+        yield f"{plural(num_blank, kind)} left out{advice}"
+    if num_long:
+        yield f"{plural(num_long, 'cell')} of several lines"
 
 
 def _write_ids(
@@ -351,15 +394,15 @@ def _write_ids(
         return file.tell() // dtype.itemsize, num_blank
 
 
-def _refuse_undivided(path: Path, tokenizer: CharTokenizer, end_id: int, separator: str, name: str) -> None:
+def _refuse_undivided(path: Path, tokenizer: CharTokenizer, end_id: int, source: Source) -> None:
     """Raise DataError if nothing in the text separates records."""
     ids = np.memmap(path, dtype=id_dtype(tokenizer.vocab_size), mode="r")
     if len(places_of(ids, end_id)) > 1:
         return
     first = tokenizer.decode_array(ids[:EXAMPLE_OF_CHARACTERS]).split("\n")[:MAX_SHOWN]
     shown = "".join(f"\n  {line[:100].rstrip(RECORD_SEPARATOR)}" for line in first)
-    what = "blank line" if separator == BLANK else repr(separator)
-    raise DataError(f"{name} has a single record: --records found no {what} between two. It begins:{shown}")
+    what = "blank line" if source.separator == BLANK else repr(source.separator)
+    raise DataError(f"{source.name} has a single record: --records found no {what} between two. It begins:{shown}")
 
 
 def _shuffle_records(path: Path, dtype: np.dtype[Any], end_id: int, name: Path) -> tuple[int, int]:

@@ -92,6 +92,14 @@ def test_weights_that_are_no_better_than_a_baseline_are_reported(tmp_path, loss,
     assert (said in output) if said else "no better than" not in output
 
 
+def test_a_run_that_overfits_is_not_told_to_train_longer(tmp_path):
+    """It was told both, in two lines."""
+    write_log(tmp_path, {10: 2.0, 20: 1.0}, {10: 2.3, 20: 2.5})
+    output = report(tmp_path, steps=20, losses={**LOSSES, "whole": 2.3, "streamed": 2.4})
+    assert "overfitting: since step 10" in output and "Train on more text; a large model" in output
+    assert "Train longer" not in output
+
+
 def test_runs_that_counted_bigrams_are_shown_as_before(tmp_path):
     write_log(tmp_path, {10: 2.0}, {10: 2.0})
     losses = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.3, "streamed": 2.2}
