@@ -19,13 +19,13 @@ from rich.table import Table
 
 from service.model.checkpoint import Checkpoint
 from service.text.model import TextModel
-from training.commands.inputs import refusing, training_corpus
-from training.commands.sample import MAX_RUNNING, check_counts, kept, report_cost, sample_of
+from training.commands.inputs import training_corpus
+from training.commands.sample import check_counts, kept, opened, report_cost, sample_of
 from training.config import ConfigError
 from training.measure.copies import NGRAM, SHOWN_CHARACTERS, Examination, examine
 from training.measure.losses import bits
 from training.messages import plural
-from training.model.loading import find_checkpoint, load_model, open_model
+from training.model.loading import find_checkpoint, load_model
 from training.run.curves import curves
 from training.run.log import read_log
 from training.run.progress import LOSSES, verdict
@@ -64,8 +64,7 @@ def command(args: argparse.Namespace) -> None:
     fields = {"prompt": "" if are_records else corpus.example_prompt, "max_tokens": args.max_tokens, "seed": args.seed}
     if args.exact:
         fields["regex"] = args.regex
-    slots, device = MAX_RUNNING if args.exact else min(args.n, MAX_RUNNING), str(gpt.head.weight.device)
-    with refusing(), open_model(gpt, TextModel.of(checkpoint), slots, device) as model:
+    with opened(gpt, TextModel.of(checkpoint), args) as model:
         sample = sample_of(model, args, fields)
         found = examine(kept(sample, args.n), corpus, args.regex, args.check)
     print_copies(Console(highlight=False), found.columns)

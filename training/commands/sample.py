@@ -6,6 +6,7 @@ Text i has seed `--seed` + i, so that each text can be reproduced alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from rich.progress import Progress
 
 from service.local import Acceptance, Answer, Model, RequestError, Sample
 from service.model.checkpoint import Checkpoint
+from service.model.gpt import GPT
 from service.text.model import TextModel
 from service.text.requests import MAX_ID
 from service.text.work import run
@@ -43,8 +45,7 @@ def command(args: argparse.Namespace) -> None:
     checkpoint, gpt = load_model(args)
     text = TextModel.of(checkpoint)
     encoder = encoder_of(text.tokenizer, **unknown_options(args))
-    slots = MAX_RUNNING if args.exact else min(args.n, MAX_RUNNING)
-    with refusing(), open_model(gpt, text, slots, str(gpt.head.weight.device)) as model:
+    with opened(gpt, text, args) as model:
         given = text.tokenizer.decode(run(encoder.encode(unescaped(args.prompt or ""), "prompt")))
         if not given:
             given = first_prompt(text)
@@ -59,6 +60,14 @@ def command(args: argparse.Namespace) -> None:
         seconds = time.monotonic() - started
         speed = f"{plural(characters, 'character')} in {seconds:.1f} s, {characters / seconds:,.0f} characters/s"
         print(f"{plural(args.n, 'text')}: {speed}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def opened(gpt: GPT, text: TextModel, args: argparse.Namespace) -> Iterator[Model]:
+    """Open a model for -n texts. Errors of requests name flags."""
+    slots = MAX_RUNNING if args.exact else min(args.n, MAX_RUNNING)
+    with refusing(), open_model(gpt, text, slots, str(gpt.head.weight.device)) as model:
+        yield model
 
 
 def check_counts(args: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ from training.text.files import DataError
 from training.text.records import OF_TEXT, Splitting, read_records, splitting_of
 
 GROUP_LINES, GROUP_BYTES = 4096, 1 << 18  # lines are scored together up to these limits
-SURROGATE = 0xDC00  # plus a byte that is not UTF-8, as `data.read_lines` gives it
+SURROGATE = 0xDC00  # plus a byte that is not UTF-8, as `files.read_lines` gives it
 MAX_REPORTED = 20  # refused lines named on standard error
 COLUMNS = (
     "line", "text", "characters", "nats", "nats_per_character", "bits_per_character", "perplexity",

@@ -48,6 +48,8 @@ def test_the_first_invalid_byte_is_reported(tmp_path, monkeypatch, size):
     chunks_of(size, monkeypatch)
     with pytest.raises(DataError, match="byte 0xE9 at offset 8 "):
         prepare(str(text_file(tmp_path, "zwölf ".encode() + b"t\xe9l\xe9")))
+    with pytest.raises(DataError, match="byte 0xE9 at offset 4 "):  # with the mark
+        prepare(str(text_file(tmp_path, b"\xef\xbb\xbft\xe9l")))
     with pytest.raises(DataError, match="byte 0xE2 at offset 2 .*unexpected end"):
         prepare(str(text_file(tmp_path, b"ab\xe2\x82")))
 
