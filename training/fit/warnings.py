@@ -225,31 +225,25 @@ Check = tuple[str, str, Callable[[Subject], str | None]]
 # Each warning: its name, the corpora that it is for, and the function that returns its sentence if it applies. Only the
 # first of a group is given.
 WARNINGS: tuple[tuple[Check, ...], ...] = (
-    (
-        ("size", "texts and records", _size),
-    ),
+    (("size", "texts and records", _size),),
     (
         ("vocabulary", "texts and records", _rare_vocabulary),
         ("vocabulary", "texts and records", _large_vocabulary),
         ("rare", "texts and records", _rare_symbols),
     ),
-    (
-        ("cut", "records", _cut_records),
-    ),
+    (("cut", "records", _cut_records),),
     (
         ("format", "texts and records", _json_lines),
         ("format", "texts and records", _table),
         ("blocks", "texts", _blocks),
         ("sorted", "texts", _sorted_lines),
     ),
-    (
-        ("duplicates", "records", _duplicates),
-    ),
+    (("duplicates", "records", _duplicates),),
     (
         ("overlap", "texts", _known_passages),
         ("overlap", "records", _known_records),
     ),
-)  # fmt: skip
+)
 
 
 def warnings_of(corpus: Corpus, config: TrainConfig, num_parameters: int) -> Iterator[str]:
