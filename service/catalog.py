@@ -272,7 +272,7 @@ class Catalog:
                 "ones: set --unknown-characters to drop or refuse"
             )
         checkpoint.load_weights()
-        checkpoint.load_ngrams()
+        checkpoint.load_counts()
         place = next((it for it in range(MAX_VERSIONS) if it not in self._places), None)
         if place is None:
             raise CheckpointError(

@@ -94,3 +94,52 @@ def logits(folder, ids, kept=None):
             inner = [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)]
             x[p] = [a + b for a, b in zip(x[p], matvec(w[at + "mlp.down_proj.weight"], inner), strict=True)]
     return [matvec(w["lm_head.weight"], rms_norm(h, w["model.norm.weight"], eps)) for h in x]
+
+
+def mixture(folder, ids, rows=None):
+    """Logits (len(ids), vocab_size) of a checkpoint folder with counts.bin: ln of the mixture after each id.
+
+    rows: the network's logits, if they are known.
+    """
+    rows = logits(folder, ids) if rows is None else rows
+    after, found = counts(folder), []
+    for i, row in enumerate(rows):
+        expert, weight = after(ids[max(0, i - 6) : i + 1])
+        found.append([math.log((1 - weight) * p + weight * q) for p, q in zip(softmax(row), expert, strict=True)])
+    return found
+
+
+def counts(folder):
+    """The counts of a folder: a function from at most 7 ids to the distribution after them, and its weight."""
+    file = load_file(Path(folder) / "counts.bin")
+    weights, base = file["weights"].tolist(), [int(n) / 2**32 for n in file["base"]]
+    older, children, followers, rests, ids, shares = (
+        file[name].tolist() for name in ("older", "children", "followers", "rests", "ids", "shares")
+    )
+    contexts = [()]
+    for parent, count in enumerate(children):
+        for _ in range(count):
+            contexts.append((older[len(contexts)], *contexts[parent]))
+    table, start = {}, 0  # context -> rest, and the share of each follower
+    for context, count, code in zip(contexts, followers, rests, strict=True):
+        rest = 1 / (1 + 2 ** ((code - 64) / 12)) if count else 1.0
+        steps = [round(2 ** (24 - code / 16)) for code in shares[start : start + count]]
+        given = {id: (1 - rest) * n / sum(steps) for id, n in zip(ids[start : start + count], steps, strict=True)}
+        table[context], start = (rest, given), start + count
+
+    def after(history):
+        known, longest = [], ()
+        for length in range(1, min(len(weights) - 1, len(history)) + 1):
+            context = tuple(history[-length:])
+            if context not in table:
+                break
+            known.append(context)
+            longest = context if table[context][1] else longest
+        p = base
+        for context in known:  # from short to long
+            rest, given = table[context]
+            p = [rest * lower + given.get(id, 0.0) for id, lower in enumerate(p)]
+        rest = table[longest][0]
+        return p, weights[len(longest)][0 if rest < 0.15 else 1 if rest < 0.45 else 2]
+
+    return after

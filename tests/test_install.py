@@ -304,6 +304,6 @@ def test_arm64_computes_the_bits_of_this_machine(tmp_path):
     qemu = [needs.program("qemu"), "-L", "/usr/aarch64-linux-gnu"]
     expected = subprocess.run([host], check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines()
     assert subprocess.run([*qemu, arm64], check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines() == expected
-    # two dtypes, two sequences, 50 characters; the sequences are no constants
-    assert len(expected) == len(set(expected)) == 200
+    # two dtypes, two weights, two sequences, 50 characters; the sequences are no constants
+    assert len(expected) == len(set(expected)) == 400
     assert len({line.split(": ")[1].split()[0] for line in expected}) > 10

@@ -11,16 +11,17 @@
       batches.py      draws windows or records, and arranges them as batches
       corpus.py       encodes a text to memory-mapped character ids, in a cache, and splits it
     config.py       defines the settings of a run, and the presets
-    model/          what computes a step, and the models that are loaded
+    model/          computes a step, and loads models
       fused.py, .cpp  the model's forward and backward, hand-written for CPUs
       device.py       chooses device, dtype and threads
       optim.py        Muon for the hidden matrices, AdamW for the other parameters, and their schedules
       selfcheck.py    checks that fused.py, the checkpoints and the service agree with gpt.py
       loading.py      finds a checkpoint, loads its model, and opens a model to sample
       teachers.py     computes the predictions of teachers
-    measure/        what a model is worth
+    measure/        measures a model
       losses.py       computes windowed and streamed losses
-      counts.py       computes the losses of baselines that count: unigrams, and n-grams with Kneser-Ney
+      counts.py       baselines that count, and the counts that a network learns from
+      mixture.py      fits the weights that mix a network with counts, and measures the gain
       copies.py       finds copied passages and repetitions in samples
     fit/            settings that the user left open
       settings.py     the settings of a run in four layers, and how they are merged

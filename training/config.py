@@ -125,6 +125,11 @@ class TrainConfig:
         "decoupled weight decay of the hidden matrices, times the learning rate; it rises from 0 over three epochs",
         RATE,
     )
+    counted: float = expert(
+        0.0,
+        "share of each target that counts of the training split predict, at the first step; it falls to 0 at the last",
+        (0.0, 1.0),
+    )
     warmup_steps: int = expert(50, "steps of linear warmup, followed by linear decay to 0", COUNT_OR_NONE)
     grad_clip: float = expert(1.0, "maximum gradient norm; 0: no clipping", COUNT_OR_NONE)
 
@@ -143,6 +148,9 @@ class TrainConfig:
     keep_every: int = option(0, "steps between checkpoints kept as OUT/step-00000500 and so on; 0: none", COUNT_OR_NONE)
     sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none", (0, 10**6))
     weights: Weights = option("float32", "dtype of the weights in OUT/best and OUT/step-*; float16 halves their size")
+    mixed: bool = option(
+        False, "mix counts of the training text into OUT/best: likelihoods become better, texts do not (RECIPE.md)"
+    )
     tensorboard: bool = option(False, "also write TensorBoard event files to OUT/tensorboard")
 
     # the machine
@@ -233,6 +241,10 @@ class TrainConfig:
         most = max(1, self.block_size // MIN_WINDOW).bit_length() - 1
         return self.block_size // math.gcd(self.block_size, 1 << min(halvings, most))
 
+    def counted_at(self, step: int) -> float:
+        """Return the share of each target that counts predict at a step."""
+        return self.counted * (1 - step / self.steps)
+
     def model_config(self, vocab_size: int) -> GPTConfig:
         """Return the shape of the model.
 
@@ -266,6 +278,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         eval_chars=30_000,
         muon_lr=0.04,
         weight_decay=0.2,
+        counted=1.0,
     ),
     "cpu": dict(),
     "gpu": dict(

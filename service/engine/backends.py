@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from service.engine import native
 from service.engine.runner import Runner
+from service.engine.selfcheck import SelfCheckError
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
+from service.model.counts import COUNTS, Counts
 
 if TYPE_CHECKING:
     from service.model.gpt import GPT
@@ -71,20 +73,27 @@ def open_runner(
     slots: int = 32,
     threads: int = 1,
     device: str = "cpu",
+    counts: Counts | None = None,
 ) -> Runner:
     """Open a runner for a checkpoint's model, or for a copy of a model.
 
+    counts: for a model that is no checkpoint; a checkpoint has its own.
+
     Raises:
         ValueError: as `resolve`; or the checkpoint cannot be loaded.
+        SelfCheckError: the backend does not compute the model.
     """
     backend, dtype = resolve(backend, dtype, device)
+    if isinstance(source, Checkpoint):
+        counts = source.load_counts()
+    if backend == "cuda":
+        _refuse_mixture(backend, counts)
     if backend == "native":
         if isinstance(source, Checkpoint):
-            weights, ngrams = source.load_weights(), source.load_ngrams()
+            weights = source.load_weights()
         else:
             weights = {name: value.detach().cpu().numpy() for name, value in source.state_dict().items()}
-            ngrams = None
-        return native.NativeRunner(source.config, weights, slots, threads, dtype, ngrams)
+        return native.NativeRunner(source.config, weights, slots, threads, dtype, counts)
     import torch
 
     torch.set_num_threads(threads)
@@ -95,4 +104,12 @@ def open_runner(
         return CudaRunner(model, slots, dtype, device)
     from service.engine.eager import TorchRunner
 
-    return TorchRunner(model, slots, dtype, device)
+    return TorchRunner(model, slots, dtype, device, counts)
+
+
+def _refuse_mixture(backend: str, counts: Counts | None) -> None:
+    """Raise SelfCheckError if a backend that cannot mix would have to."""
+    if counts is not None and counts.is_mixed:
+        raise SelfCheckError(
+            f"backend {backend} does not mix the network with the counts of {COUNTS}: use --backend torch"
+        )

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from service.constrain.automaton import Guide
-from service.engine.runner import FAILED, NONE, Outcome, Piece, Report, Runner, allowed_by, report_of
+from service.engine.runner import FAILED, HISTORY, NONE, Outcome, Piece, Report, Runner, allowed_by, report_of
+from service.model.counts import Counts, mixed_logits
 from service.model.gpt import GPT
 from service.model.kv_cache import CacheRows, KVCache
 from service.model.params import SamplingParams
@@ -28,17 +29,26 @@ from service.wire import Logprobs
 
 
 class TorchRunner(Runner):
-    """Runs a copy of `model` in `dtype` on `device`."""
+    """Runs a copy of `model` in `dtype` on `device`, mixed with `counts` if these have weights above 0."""
 
     backend = "torch"
 
-    def __init__(self, model: GPT, slots: int, dtype: str, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        model: GPT,
+        slots: int,
+        dtype: str,
+        device: torch.device | str = "cpu",
+        counts: Counts | None = None,
+    ):
         self.dtype, self.slots, self.config = dtype, slots, model.config
         self.model = copy.deepcopy(model).to(device, getattr(torch, dtype)).eval().requires_grad_(False)
         weight = self.model.head.weight
         self._device = weight.device
         self.cache = KVCache(model.config, slots, weight.device, weight.dtype)
         self._last = np.zeros(slots, dtype=np.int64)  # the id that the next decode step feeds
+        self._counts = counts if counts is not None and counts.is_mixed else None
+        self._recent = np.full((HISTORY, slots), NONE, dtype=np.int64)  # the last ids of each slot, the newest first
         self._draws = Draws(slots)
         self._sampler = Sampler(slots, model.config.vocab_size)
 
@@ -74,6 +84,10 @@ class TorchRunner(Runner):
                 idx[i, : counts[i]] = pieces[b].ids
             cache = CacheRows(self.cache, slots.tolist(), counts)
             logits = self.model(torch.from_numpy(idx).to(self._device), cache).cpu()  # (B, T, V)
+            if self._counts is not None:
+                logits = logits.double()
+                for i, b in enumerate(group):
+                    self._mix_piece(logits[i, : counts[i]].numpy(), pieces[b])
             complete = [i for i, b in enumerate(group) if pieces[b].choose]
             if complete:
                 rows, who = [group[i] for i in complete], slots[complete]
@@ -103,6 +117,9 @@ class TorchRunner(Runner):
             cache = CacheRows(self.cache, which.tolist(), counts.tolist())
             idx = torch.from_numpy(self._last[which, None])
             logits = self.model(idx.to(self._device), cache).cpu()[places[rows], -1].double()  # (rows, V)
+            if self._counts is not None:
+                histories = self._recent[: self._counts.order - 1, slots[rows]]
+                logits = torch.from_numpy(mixed_logits(logits.numpy(), *self._counts.after(histories)))
             row_guides = {i: guides[b] for i, b in enumerate(rows.tolist()) if b in guides}
             ids[rows, k] = self._choose(logits, slots[rows], u[rows, k], row_guides)
             for i, b in enumerate(rows.tolist()) if reports else ():
@@ -110,10 +127,22 @@ class TorchRunner(Runner):
                     found[b].extend(report_of(logits[i : i + 1].numpy(), ids[b, k : k + 1], reports[b]))
         return Outcome(ids, found)
 
+    def _mix_piece(self, logits: np.ndarray, piece: Piece) -> None:
+        """Mix the needed rows of logits (T, V) in place, and record the ids before the next choice."""
+        assert self._counts is not None
+        text = np.append(piece.before, piece.ids)
+        last = text[: -HISTORY - 1 : -1]
+        self._recent[:, piece.slot] = NONE
+        self._recent[: len(last), piece.slot] = last
+        is_needed = np.zeros(len(piece.ids), bool) if piece.targets is None else piece.targets != NONE
+        is_needed[-1] |= piece.choose
+        histories = self._counts.histories(text)[:, len(piece.before) :][:, is_needed]
+        logits[is_needed] = mixed_logits(logits[is_needed], *self._counts.after(histories))
+
     def _choose(self, logits: Tensor, slots: np.ndarray, u: np.ndarray, guides: Mapping[int, Guide]) -> np.ndarray:
         """Choose an id for each row from logits (B, V) fp64, draws u (B,) and guides by row. Return (B,) ids or FAILED.
 
-        Count the id for the penalties, and record it as the input of the slot's next step.
+        Count the id for the penalties, and record it as the last of its slot.
         """
         allowed = torch.from_numpy(allowed_by(guides, tuple(logits.shape))) if guides else None
         self._sampler.send()
@@ -121,4 +150,6 @@ class TorchRunner(Runner):
         ids, is_finite = self._sampler.choose(logits, which, torch.from_numpy(u), allowed, needs_all)
         self._sampler.counts[which, ids] += is_finite.double()
         self._last[slots] = ids.numpy()
+        self._recent[1:, slots] = self._recent[:-1, slots]
+        self._recent[0, slots] = self._last[slots]
         return np.where(is_finite.numpy(), ids.numpy(), FAILED)

@@ -16,11 +16,12 @@
 // Every thread takes whole sequences and runs them on its own for all steps of a call. If there is much to read, or if
 // there are few sequences, threads share each product and wait for each other in between: see `NetEngine::run`.
 //
-//   native/lanes.h      Lanes and their arithmetic        native/sampler.h  patterns, and the choice of an id
-//   native/weights.h    Matrix, and products with it      native/guesses.h  where guesses of the next ids come from
-//   native/attention.h  the cache, and attention over it  native/batch.h    the rows of a step, and what follows them
-//   native/net.h        the model, and its forward        native/threads.h  the pool, and teams that share batches
-//   native/abi.h        what native.py passes             here: slots and threads, and the functions for native.py
+//   native/lanes.h      Lanes and their arithmetic        native/counts.h   the counts, and their mixture
+//   native/weights.h    Matrix, and products with it      native/sampler.h  patterns, and the choice of an id
+//   native/attention.h  the cache, and attention over it  native/guesses.h  guesses of the next ids
+//   native/net.h        the model, and its forward        native/batch.h    the rows of a step, and what follows them
+//   native/abi.h        what native.py passes             native/threads.h  the pool, and teams that share batches
+//   here                slots and threads, and the functions for native.py
 //
 // All is one translation unit. setup.py compiles it once per instruction set; native.py chooses a library at run time
 // and calls the functions at the end. The engine knows ids and slots, and nothing of requests, stops or text.
@@ -51,14 +52,14 @@ class Engine {
 template <class T, class W, class K> class NetEngine final : public Engine {
  public:
   RARE NetEngine(const ChargptConfig& c, const float* const* weights)
-      : net(c, weights), ngrams(c), pool(c.threads), everyone(c.threads, false), pair(2, true) {
+      : net(c, weights), counts(c), pool(c.threads), everyone(c.threads, false), pair(2, true) {
     slots = c.slots, vocab_size = c.vocab_size, cache_bits = 8 * sizeof(K);
     states.resize(c.slots);
     used.resize(c.slots);
     order.reserve(c.slots);
     num_rows.resize(pool.size());
     for (int i = 0; i < pool.size(); ++i)
-      batches.push_back(std::make_unique<Batch<T, W, K>>(net, states, ngrams, c.vocab_size));
+      batches.push_back(std::make_unique<Batch<T, W, K>>(net, states, counts, c.vocab_size));
   }
 
   RARE ~NetEngine() override = default;
@@ -70,8 +71,6 @@ template <class T, class W, class K> class NetEngine final : public Engine {
     s.position = params.position, s.last = NONE;
     if (s.position) net.cache.clear(slot);  // rows see all places, also those of positions that never ran
     s.recent.fill(NONE);
-    const int64_t count = std::min<int64_t>(params.num_recent, s.recent.size());
-    std::copy_n(params.recent + params.num_recent - count, count, s.recent.end() - count);
     s.repetitions.forget();
   }
 
@@ -99,7 +98,7 @@ template <class T, class W, class K> class NetEngine final : public Engine {
       used[item.slot] = true;
       if (item.count < 0 || item.steps < 0 || item.count + item.steps == 0) return "nothing to run";
       if (item.count == 0 && states[item.slot].last < 0) return "a slot has no chosen id to continue from";
-      if (item.count && !item.ids) return "ids are missing";
+      if (item.count && !(item.ids && item.before)) return "ids are missing";
       if (item.steps && !item.chosen) return "there is no room for the chosen ids";
       for (int k = 0; k < item.count; ++k)
         if (item.ids[k] < 0 || item.ids[k] >= vocab_size) return "an id is out of range";
@@ -117,7 +116,7 @@ template <class T, class W, class K> class NetEngine final : public Engine {
   // Each thread takes whole sequences, about as many rows as the others. All threads run each batch together if a batch
   // is so much work that waiting for each other pays: with fewer sequences than threads, and if the weights outgrow 32
   // MB, because each thread then reads only its share of them. Two threads run each batch of one or two sequences
-  // together, because the second caches of two cores hold more of the weights than one. With n-grams, this is 1.6 times
+  // together, because the second caches of two cores hold more of the weights than one. With counts, this is 1.6 times
   // as fast for one sequence and 1.05 times for two. For four it would be 0.96 times as fast, and for eight 0.88 times.
   void run(const ChargptItem* items, int count) noexcept override {
     order.resize(count);
@@ -166,7 +165,7 @@ template <class T, class W, class K> class NetEngine final : public Engine {
 
   Net<T, W, K> net;
   std::vector<Slot> states;
-  const NGrams ngrams;
+  const Counts counts;
   std::vector<std::unique_ptr<Batch<T, W, K>>> batches;  // one per thread
   Pool pool;
   Barrier everyone, pair;
@@ -184,7 +183,7 @@ template <class T, class W, class K> class NetEngine final : public Engine {
 
 // The layout of the structures above, which native.py must share.
 API int32_t chargpt_layout(void) {
-  return 9 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
+  return 10 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
 }
 
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from service.constrain.automaton import Automaton, Guide, MinimumLength
-from service.engine.runner import NONE, Outcome, Piece, Report, Runner
+from service.engine.runner import HISTORY, NONE, Outcome, Piece, Report, Runner
 from service.engine.selfcheck import refuse_other_weights
 from service.model.config import GPTConfig
-from service.model.ngrams import ORDER, NGrams
+from service.model.counts import REST_CODES, REST_LIMITS, SHARE_CODES, Counts
 from service.model.params import SamplingParams
 from service.wire import Logprobs
 
@@ -37,10 +37,13 @@ _VARIANTS = {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
 
 # The weights of a block in the order of `Net::pack` in native/net.h.
 _BLOCK = ("attn_norm", "attn.qkv", "attn.q_norm", "attn.k_norm", "attn.proj", "mlp_norm", "mlp.gate_up", "mlp.proj")
-_PARAMS = struct.Struct("=7dQ7q6Q")  # ChargptParams
+_PARAMS = struct.Struct("=7dQ6q5Q")  # ChargptParams
 _ITEM = np.dtype(
     [(name, "i4") for name in ("slot", "count", "steps", "alternatives")]
-    + [(name, "u8") for name in ("ids", "targets", "guide", "chosen", "values", "top_ids", "top_values", "which")]
+    + [
+        (name, "u8")
+        for name in ("ids", "before", "targets", "guide", "chosen", "values", "top_ids", "top_values", "which")
+    ]
 )  # ChargptItem
 _GUIDE = struct.Struct("=5Q8i")  # ChargptGuide
 
@@ -51,8 +54,9 @@ class _Config(ctypes.Structure):
         *((name, c_int32) for name in ("n_inner", "slots", "threads", "dtype", "is_half")),
         ("norm_eps", c_double),
         ("frequencies", POINTER(c_double)),
-        ("num_ngrams", c_int64),
-        *((name, c_void_p) for name in ("ngram_ids", "ngram_shares", "ngram_children")),
+        *((name, c_int64) for name in ("counts_order", "num_contexts")),
+        *((name, c_void_p) for name in ("mixture_weights", "base", "rest_codes", "share_codes", "first_child")),
+        *((name, c_void_p) for name in ("first_follower", "older", "rests", "follower_ids", "shares")),
     ]
 
 
@@ -119,7 +123,7 @@ def opened(path: Path, name: str, revision: int) -> ctypes.CDLL:
 
 def _load(path: Path) -> ctypes.CDLL:
     """Load a library and declare its functions. Raise RuntimeError like `opened`."""
-    layout = 9 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+    layout = 10 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
     library = opened(path, "chargpt_layout", layout)
     for name, arguments in {
         "chargpt_open": [POINTER(_Config), POINTER(POINTER(c_float)), POINTER(c_void_p)],
@@ -149,8 +153,8 @@ class NativeRunner(Runner):
     half_cache: if False, "float32" stores keys, values and weights as float32.
     weights: under GPT's parameter names, as float16 or float32, or as float64 with float32 values. "float32" stores
         them as float16 if that is exact and keys and values are float16 too. "float64" stores them as float32.
-    ngrams: n-grams of the training text, used to guess characters. Without them, guesses use a sequence's own text
-        only.
+    counts: those of a file. They are mixed if they have weights above 0, and serve to guess characters. Without them,
+        guesses use a sequence's own text only.
 
     Raises:
         ValueError: a weight is not a float32, or dtype is none of DTYPES.
@@ -168,7 +172,7 @@ class NativeRunner(Runner):
         slots: int,
         threads: int,
         dtype: str = "float32",
-        ngrams: NGrams | None = None,
+        counts: Counts | None = None,
         half_cache: bool = True,
     ):
         if dtype not in DTYPES:
@@ -184,13 +188,14 @@ class NativeRunner(Runner):
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
         frequencies = config.rope_theta**-half
         assert config.n_inner is not None
+        fields, _kept = _tree(counts)
         self._library.chargpt_open(
             _Config(
                 *(config.vocab_size, config.block_size, config.n_layer, config.n_head, config.n_kv_head),
                 *(config.n_embd, config.n_inner, slots, threads),
                 *(FULL if dtype == "float32" and not half_cache else DTYPES.index(dtype), is_half, config.norm_eps),
                 frequencies.ctypes.data_as(POINTER(c_double)),
-                *_tree(ngrams),
+                *fields,
             ),
             (POINTER(c_float) * len(singles))(*(it.ctypes.data_as(POINTER(c_float)) for it in singles)),
             self._engine,
@@ -227,12 +232,11 @@ class NativeRunner(Runner):
         seen, chosen = ids[: len(prompt)], ids[len(prompt) :]
         if not params.needs_history:
             seen = seen[:0]
-        last, recent = np.asarray(ends, np.int32), ids[-ORDER:]
+        last = np.asarray(ends, np.int32)
         packed = _PARAMS.pack(
             *(*params.factors, params.seed, params.top_k, position),
-            *(len(biased), len(seen), len(chosen), len(last), len(recent)),
-            *(biased.ctypes.data, bias.ctypes.data, seen.ctypes.data),
-            *(chosen.ctypes.data, last.ctypes.data, recent.ctypes.data),
+            *(len(biased), len(seen), len(chosen), len(last)),
+            *(biased.ctypes.data, bias.ctypes.data, seen.ctypes.data, chosen.ctypes.data, last.ctypes.data),
         )
         self._library.chargpt_start(self._engine, slot, packed)
 
@@ -253,6 +257,10 @@ class NativeRunner(Runner):
         items["slot"] = [piece.slot for piece in pieces]
         items["count"] = counts
         items["ids"] = ids.ctypes.data + 4 * (counts.cumsum() - counts)
+        before = np.full((len(pieces), HISTORY), NONE, np.int32)
+        for row, piece in zip(before, pieces, strict=True):
+            row[HISTORY - len(piece.before) :] = piece.before
+        items["before"] = before.ctypes.data + before.strides[0] * np.arange(len(pieces))
         items["steps"] = [piece.choose for piece in pieces]
         guides = {b: piece.guide for b, piece in enumerate(pieces) if piece.guide is not None}
         reports = {b: piece.report for b, piece in enumerate(pieces) if piece.report is not None}
@@ -323,11 +331,18 @@ def _addresses(automaton: Automaton, minimum: MinimumLength | None) -> tuple[tup
     return (*pointers, automaton.table.shape[1], layers.shape[1], len(layers), minimum.repeat if minimum else 0), arrays
 
 
-def _tree(ngrams: NGrams | None) -> tuple[int | None, ...]:
-    """Return the fields of _Config that give the library pointers to a tree."""
-    if ngrams is None:
-        return 0, None, None, None
-    return len(ngrams.ids), *(array.ctypes.data for array in (ngrams.ids, ngrams.shares, ngrams.first_child))
+def _tree(counts: Counts | None) -> tuple[tuple[int | None, ...], list[np.ndarray]]:
+    """Return the fields of _Config that describe counts, and the arrays to which they point."""
+    if counts is None:
+        return (0, 0, *[None] * 10), []
+    sizes = np.digitize(REST_CODES, REST_LIMITS)
+    weights = counts.weights[:, sizes]
+    weights[0, 0] = counts.next([])[1]  # of the root, which has no rest
+    tables = [np.ascontiguousarray(table, np.float64) for table in (weights, counts.base, REST_CODES, SHARE_CODES)]
+    rests, shares = counts.codes
+    links = [counts.first_child, counts.first_follower, counts.older.astype(np.int32)]
+    arrays = [*tables, *links, rests, counts.ids.astype(np.int32), shares]
+    return (counts.order, len(counts.older), *(array.ctypes.data for array in arrays)), arrays
 
 
 def _single(name: str, weight: np.ndarray) -> np.ndarray:

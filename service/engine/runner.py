@@ -19,9 +19,12 @@ import numpy as np
 
 from service.constrain.automaton import Guide
 from service.model.config import GPTConfig
+from service.model.counts import MAX_ORDER
 from service.model.params import SamplingParams
 from service.wire import Logprobs
 
+HISTORY = MAX_ORDER - 1  # ids on which the counts' part of the mixture depends
+NO_IDS = np.zeros(0, np.int32)
 NONE, FAILED = -1, -2  # in Outcome.ids: no id was chosen; the logits were not finite
 
 
@@ -46,6 +49,7 @@ class Piece(NamedTuple):
     targets: np.ndarray | None = None  # (T,) int32: the id after each, if it is to be reported, else NONE
     sequence: Any = None  # the engine's sequence that has this prompt
     is_last: bool = True  # whether this is the last piece of its prompt
+    before: np.ndarray = NO_IDS  # int32: the last ids of the text before the piece, HISTORY or all of them
 
     @property
     def num_reported(self) -> int:
@@ -94,9 +98,12 @@ def report_of(logits: np.ndarray, ids: np.ndarray | list[int], report: Report) -
 class Runner(ABC):
     """A model over cache slots 0 … slots − 1.
 
-    For each slot, it keeps the cache, the id that the next decode step feeds (the last chosen one), the sampling
-    parameters, the number of characters chosen (the index of the next draw) and the counts for the penalties. A row's
-    arithmetic does not depend on the other rows of the batch, except with backend "torch".
+    For each slot, it keeps the cache, the id that the next decode step feeds (the last chosen one), the last ids, the
+    sampling parameters, the number of characters chosen (the index of the next draw) and the counts for the penalties.
+    A row's arithmetic does not depend on the other rows of the batch, except with backend "torch".
+
+    If the checkpoint has counts with weights above 0 (see service/model/counts.py), all logits are those of the
+    mixture, also for reports.
     """
 
     backend: str  # "native" | "cuda" | "torch"

@@ -18,6 +18,7 @@ from service.engine.runner import NONE, Piece, Report, Runner
 from service.model.attention import logits_of, weight_shapes
 from service.model.checkpoint import Checkpoint, Forward
 from service.model.config import GPTConfig
+from service.model.counts import Counts, mixed_logits
 from service.model.params import SamplingParams
 from service.wire import floats
 
@@ -48,6 +49,8 @@ def refuse_other_weights(backend: str, config: GPTConfig, weights: Mapping[str, 
 def check(runner: Runner, checkpoint: Checkpoint, is_short: bool = False) -> None:
     """Run a fixed prompt through slot 0 and decode some characters; the text exceeds the window if that is cheap.
 
+    If the checkpoint mixes counts, the prompt ends with a longest context of them.
+
     is_short: whether a text of SHORT characters is enough. It takes a fifth of the time.
 
     The check ignores the model if the reference's logits overflow, and positions at which the backend's logits do,
@@ -56,7 +59,7 @@ def check(runner: Runner, checkpoint: Checkpoint, is_short: bool = False) -> Non
     Raises:
         SelfCheckError: the log-probabilities differ from the model's.
     """
-    config, weights = runner.config, checkpoint.load_weights()
+    config, weights, counts = runner.config, checkpoint.load_weights(), checkpoint.load_counts()
     reference: Forward = functools.partial(logits_of, weights, config)
     if not checkpoint.is_computed_by(reference):
         reference = _forward_of_gpt(runner, checkpoint)
@@ -64,6 +67,9 @@ def check(runner: Runner, checkpoint: Checkpoint, is_short: bool = False) -> Non
     if is_short or length > MAX_LENGTH or length * sum(value.size for value in weights.values()) > MAX_WORK:
         length = SHORT
     prompt = np.arange(length - DECODED, dtype=np.int32) ** 2 % config.vocab_size
+    if counts is not None and counts.is_mixed:
+        context = _last_context(counts)
+        prompt[len(prompt) - len(context) :] = context
     runner.start(0, SamplingParams(seed=0), prompt.tolist())
     report, targets = Report(ids=tuple(range(config.vocab_size))), np.append(prompt[1:], np.int32(NONE))
     first = runner.prefill([Piece(0, prompt, True, None, report, targets)])()
@@ -73,6 +79,9 @@ def check(runner: Runner, checkpoint: Checkpoint, is_short: bool = False) -> Non
     ids = [*prompt.tolist(), *first.ids[0].tolist(), *rest.ids[0].tolist()][: len(found)]
     with np.errstate(all="ignore"):
         expected = reference([max(0, id) for id in ids])
+        if counts is not None and counts.is_mixed:
+            experts = [counts.next(ids[: i + 1]) for i in range(len(ids))]
+            expected = mixed_logits(expected, *map(np.array, zip(*experts, strict=True)))
     if not np.isfinite(expected).all():
         return
     with np.errstate(all="ignore"):  # centred, because log-probabilities equal logits up to a constant
@@ -105,6 +114,15 @@ def _forward_of_gpt(runner: Runner, checkpoint: Checkpoint) -> Forward:
         return logits
 
     return forward
+
+
+def _last_context(counts: Counts) -> list[int]:
+    """Return the last context of the tree, which is one of the longest."""
+    context, number = [], len(counts.older) - 1
+    while number:
+        context.append(int(counts.older[number]))
+        number = int(np.searchsorted(counts.first_child, number, "right")) - 1
+    return context  # the walk up begins with the oldest character
 
 
 def _centred(numbers: np.ndarray) -> np.ndarray:

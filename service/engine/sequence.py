@@ -12,7 +12,7 @@ from array import array
 import numpy as np
 
 from service.constrain.automaton import Automaton, Guide, MinimumLength, StopPattern
-from service.engine.runner import NONE, Piece, Report
+from service.engine.runner import HISTORY, NONE, Piece, Report
 from service.wire import FinishReason, Logprobs, Submit, Tried
 
 
@@ -209,6 +209,7 @@ class Sequence:
         """Return the piece that runs the next `length` ids of `to_run`."""
         assert self.slot is not None
         start, is_last = self.num_prefilled, length == self.num_left_to_run
+        end = self.prefill_from + start
         chooses = is_last and self.request.max_tokens > 0
         return Piece(
             self.slot,
@@ -219,6 +220,7 @@ class Sequence:
             None if self.targets is None else self.targets[start : start + length],
             self,
             is_last,
+            np.array(self.ids[max(0, end - HISTORY) : end], dtype=np.int32),
         )
 
     def extend_simply(self, ids: list[int]) -> bool:

@@ -5,7 +5,7 @@
     model.safetensors      weights under the names of Qwen3
     tokenizer.json         one id for each character; AutoTokenizer reads it with tokenizer_config.json
     training.json          recipe, seed, data hash, losses, versions, and a probe (see `Probe`)
-    ngrams.bin             optional: n-grams of the training text, see ngrams.py
+    counts.bin             optional: counts of the training text, and their weights in the mixture, see counts.py
     manifest.json          SHA-256 and size of every other file
 
 training/run/saving.py writes checkpoints. Loading trusts no file: it checks the name, type and size of a file before
@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from service.model.config import GPTConfig
-from service.model.ngrams import MAX_BYTES, NGRAMS, NGrams
+from service.model.counts import COUNTS, MAX_BYTES, Counts
 from service.model.tokenizer import UNKNOWN, CharTokenizer
 
 if TYPE_CHECKING:
@@ -308,20 +308,26 @@ class Checkpoint:
             tensors[name] = values.reshape(shape)
         return {ours: np.concatenate([tensors[name] for name in theirs]) for ours, theirs in parameters.items()}
 
-    def load_ngrams(self) -> NGrams | None:
-        """Return the n-grams of the training text, or None if the checkpoint has none.
+    @property
+    def validation_loss(self) -> float | None:
+        """The loss of the served model, in nats per character: of the mixture, or of the network in windows."""
+        losses: dict[str, float | None] = self.training.get("losses", {})
+        is_mixed = self.training.get("recipe", {}).get("mixed") and "mixed" in losses  # not before the end of a run
+        return losses.get("mixed" if is_mixed else "whole")
+
+    def load_counts(self) -> Counts | None:
+        """Return the counts of the training text, or None if the checkpoint has none.
 
         Raises:
             CheckpointError: the file is altered or malformed.
         """
-        if NGRAMS not in self.files:
+        if COUNTS not in self.files:
             return None
+        data = self.read_file(COUNTS)
         try:
-            return NGrams.load(self.read_file(NGRAMS), self.config.vocab_size)
-        except CheckpointError:
-            raise
+            return Counts.load(data, self.config.vocab_size)
         except ValueError as error:
-            raise CheckpointError(f"{self.path / NGRAMS}: {error}") from None
+            raise CheckpointError(f"{self.path / COUNTS}: {error}") from None
 
     def load_model(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
         """Return the model in evaluation mode, by default in fp32.
@@ -532,7 +538,7 @@ def _size_limits(files: Iterable[str], config: GPTConfig) -> dict[str, int]:
         "tokenizer.json": (1 << 20) + 64 * config.vocab_size,  # an entry has at most 32 bytes
         "tokenizer_config.json": _MAX_JSON_BYTES,
         "training.json": _MAX_JSON_BYTES,
-        NGRAMS: MAX_BYTES,
+        COUNTS: MAX_BYTES,
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from service.model.counts import MAX_ORDER
+
 # Field -> smallest and largest value. The largest are far beyond any character model, and no size overflows with them.
 BOUNDS: dict[str, tuple[float, float]] = {
     "vocab_size": (1, 0x110000),  # the number of Unicode code points
@@ -70,5 +72,8 @@ class GPTConfig:
 
     @property
     def receptive_field(self) -> int:
-        """The logits of a position depend on this many last characters, its own included: n_layer · (W − 1) + 1."""
-        return self.n_layer * (self.block_size - 1) + 1
+        """The logits of a position depend on at most this many last characters, its own included.
+
+        Those of the network depend on n_layer · (W − 1) + 1, those of the counts on MAX_ORDER − 1.
+        """
+        return max(self.n_layer * (self.block_size - 1) + 1, MAX_ORDER - 1)

@@ -9,11 +9,13 @@ Letters: B rows, T characters, C n_embd, nh n_head, nkv n_kv_head, hs head_dim, 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from service.model.config import GPTConfig
+from service.model.counts import Counts, mixed_logits
 from service.model.kv_cache import CacheRows, additive
 from service.model.params import SamplingParams
 from service.model.sampling import Sampler, uniforms
@@ -154,8 +156,10 @@ class GPT(nn.Module):
         return logits
 
     @torch.no_grad()
-    def generate(self, prompt: list[int], max_tokens: int, params: SamplingParams) -> list[int]:
-        """Return `max_tokens` ids generated after `prompt`.
+    def generate(
+        self, prompt: list[int], max_tokens: int, params: SamplingParams, counts: Counts | None = None
+    ) -> list[int]:
+        """Return `max_tokens` ids generated after `prompt`, by the mixture with `counts` if these have weights above 0.
 
         Each character takes one forward pass over the whole text, without a cache. In fp64 (`model.double()`), this
         method defines the text of a seed: an engine in float64 generates the same ids.
@@ -165,7 +169,10 @@ class GPT(nn.Module):
         sampler.start(0, params, prompt)
         sampler.send()
         for u in torch.from_numpy(uniforms(params.seed, 0, max_tokens)):
-            logits = self(torch.tensor([ids], device=self.head.weight.device))[:, -1]  # (1, V)
-            ids.append(int(sampler.choose(logits.cpu().double(), every, u[None])[0]))
+            logits = self(torch.tensor([ids], device=self.head.weight.device))[:, -1].cpu().double()  # (1, V)
+            if counts is not None and counts.is_mixed:
+                p, weight = counts.next(ids)
+                logits = torch.from_numpy(mixed_logits(logits.numpy(), p[None], np.array([weight])))
+            ids.append(int(sampler.choose(logits, every, u[None])[0]))
             sampler.counts[0, ids[-1]] += 1.0
         return ids[len(prompt) :]

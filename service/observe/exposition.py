@@ -139,7 +139,7 @@ class Exposition(Collector):
             (name, checkpoint.digest, *(str(getattr(checkpoint.config, size)) for size in sizes), 1)
             for name, checkpoint in served
         ]
-        losses = [(name, checkpoint.training.get("losses", {}).get("whole")) for name, checkpoint in served]
+        losses = [(name, checkpoint.validation_loss) for name, checkpoint in served]
         help = "Always 1; hash and sizes of the served checkpoint as labels"
         yield _gauge("checkpoint_info", help, shapes, "checkpoint_sha256", *sizes)
         help = "Validation loss recorded in training, in nats per character"

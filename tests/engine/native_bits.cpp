@@ -1,5 +1,6 @@
-// Prints every bit that the native engine computes for one fixed model and two sequences: one line per character, with
-// the log-probabilities of all ids folded into a number. Two builds agree if they print the same.
+// Prints every bit that the native engine computes for one fixed model and two sequences, without and with counts: one
+// line per character, with the log-probabilities of all ids folded into a number. Two builds agree if they print the
+// same.
 //
 // Includes the engine as source, so that one file compiles for any machine.
 
@@ -33,7 +34,23 @@ void require(const char* message) {
   std::exit(1);
 }
 
-void print(const char* dtype, bool is_double) {
+// A tree of the contexts of one character, each with two followers.
+struct Tree {
+  double weights[2 * 256], base[V], rest_codes[256], share_codes[256];
+  int32_t first_child[V + 2], first_follower[V + 2], older[V + 1], ids[2 * V];
+  uint8_t rests[V + 1], shares[2 * V];
+
+  explicit Tree(double weight) {
+    std::fill_n(weights, 2 * 256, weight);
+    std::fill_n(base, V, 1.0 / V);
+    for (int i = 0; i < 256; ++i) rest_codes[i] = 1 - i / 256.0, share_codes[i] = 256 - i;
+    for (int i = 0; i <= V + 1; ++i) first_child[i] = i ? V + 1 : 1, first_follower[i] = i ? 2 * (i - 1) : 0;
+    for (int i = 0; i <= V; ++i) older[i] = i ? i - 1 : 0, rests[i] = i ? 20 + 5 * i : 0;
+    for (int i = 0; i < 2 * V; ++i) ids[i] = i % 2 ? V - 1 - i / 3 : i / 3, shares[i] = i % 2 ? 3 * i : 0;
+  }
+};
+
+void print(const char* dtype, bool is_double, double weight) {
   state = 1;
   std::vector<std::vector<float>> all{weights(V * C, 0, 1)};
   for (int layer = 0; layer < LAYERS; ++layer) {
@@ -51,12 +68,15 @@ void print(const char* dtype, bool is_double) {
   std::vector<const float*> pointers;
   for (const auto& w : all) pointers.push_back(w.data());
 
+  const Tree tree(weight);
   const double frequencies[HS / 2] = {1, 0.1, 0.01, 0.001};
   const ChargptConfig config{V, W, LAYERS, HEADS, KV_HEADS, C, INNER, 2, 2, is_double, !is_double, 1e-6,
-                             frequencies, 0, nullptr, nullptr, nullptr};
+                             frequencies, 2, V + 1, tree.weights, tree.base, tree.rest_codes, tree.share_codes,
+                             tree.first_child, tree.first_follower, tree.older, tree.rests, tree.ids, tree.shares};
   void* engine = nullptr;
   require(chargpt_open(&config, pointers.data(), &engine));
 
+  const int32_t before[] = {NONE, NONE, NONE, NONE, NONE, 3, 5};
   int32_t prompt[PROMPT], chosen[2][STEPS];
   for (int32_t& id : prompt) id = draw(V);
   uint32_t every[V], ids[STEPS * V];
@@ -73,13 +93,13 @@ void print(const char* dtype, bool is_double) {
       params.seed = 7, params.top_k = 30, params.num_seen = PROMPT, params.seen = prompt;
     }
     require(chargpt_start(engine, slot, &params));
-    items.push_back({slot, PROMPT - slot, STEPS, V, prompt + slot, nullptr, nullptr, chosen[slot], values[slot], ids,
+    items.push_back({slot, PROMPT - slot, STEPS, V, prompt + slot, before, nullptr, nullptr, chosen[slot], values[slot], ids,
                      all_values[slot], every});
   }
   require(chargpt_run(engine, items.data(), int(items.size())));
   for (int slot = 0; slot < 2; ++slot)
     for (int k = 0; k < STEPS; ++k)
-      std::printf("%s %d %d: %d %016llx\n", dtype, slot, k, chosen[slot][k],
+      std::printf("%s %g %d %d: %d %016llx\n", dtype, weight, slot, k, chosen[slot][k],
                   (unsigned long long)fold(&all_values[slot][size_t(k) * V], V));
   chargpt_close(engine);
 }
@@ -87,6 +107,8 @@ void print(const char* dtype, bool is_double) {
 }  // namespace
 
 int main() {
-  print("float32", false);
-  print("float64", true);
+  for (double weight : {0.0, 0.4}) {
+    print("float32", false, weight);
+    print("float64", true, weight);
+  }
 }

@@ -794,7 +794,9 @@ def moves(monkeypatch):
     monkeypatch.setattr("service.engine.scheduler.MIN_WRITTEN", 1)
     monkeypatch.setattr(Sequence, "num_again", 0)
     monkeypatch.setattr(
-        Scheduler, "_may_move", lambda self, it, _: self.is_decoding[it.slot] and self.num_left[it.slot]
+        Scheduler,
+        "_may_move",
+        lambda self, it, _: it.slot is not None and self.is_decoding[it.slot] and self.num_left[it.slot],
     )
     return counts
 

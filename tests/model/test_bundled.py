@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.model.checkpoint import Checkpoint
-from service.model.ngrams import NGRAMS
+from service.model.counts import COUNTS
 from service.settings import BUNDLED, Settings
 from tests.helpers import CORPUS, web
 from training.config import TrainConfig
@@ -25,7 +25,7 @@ def checkpoint() -> Checkpoint:
 
 
 def test_small_and_served_by_default(checkpoint):
-    assert sum(path.stat().st_size for path in BUNDLED.iterdir()) < 3_000_000
+    assert sum(path.stat().st_size for path in BUNDLED.iterdir()) < 7_000_000
     assert Settings().places == [(None, BUNDLED)]
     assert checkpoint.load_model().config.num_parameters == checkpoint.training["parameters"]
 
@@ -47,9 +47,9 @@ def test_names_its_text_recipe_and_command(checkpoint):
 
 
 @pytest.mark.needs("corpus")
-def test_ngrams_are_those_of_its_text(checkpoint, monkeypatch, tmp_path):
+def test_counts_are_those_of_its_text(checkpoint, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert checkpoint.read_file(NGRAMS) == prepare(str(CORPUS)).ngrams
+    assert checkpoint.read_file(COUNTS) == prepare(str(CORPUS)).counts.dump()
 
 
 @pytest.mark.needs("corpus")

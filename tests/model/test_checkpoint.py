@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.model.checkpoint import REQUIRED, Checkpoint, CheckpointError
-from service.model.ngrams import NGRAMS, NGrams
+from service.model.counts import COUNTS, MAX_BYTES, Counts
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, random_model, save_random
 from tests.toolbox.launch import ROOT
@@ -348,26 +348,32 @@ def test_further_files_are_allowed_and_verified(folder):
     assert refusal(folder).startswith("LICENSE.txt: size or SHA-256 differs")
 
 
-def test_ngrams_are_optional_and_malformed_ones_are_refused(folder):
-    assert Checkpoint.read(folder).load_ngrams() is None
-    V, file = Checkpoint.read(folder).config.vocab_size, folder / NGRAMS
-    file.write_bytes(NGrams.count(np.arange(40) % 4).dump())
-    sign(folder, NGRAMS)
+def test_counts_are_optional_and_malformed_ones_are_refused(folder):
+    assert Checkpoint.read(folder).load_counts() is None
+    V, file = Checkpoint.read(folder).config.vocab_size, folder / COUNTS
+    file.write_bytes(Counts.count(np.arange(40) % 4, V).dump())
+    sign(folder, COUNTS)
     checkpoint = Checkpoint.read(folder)
-    assert checkpoint.load_ngrams().probabilities([1], V).argmax() == 2
+    assert checkpoint.load_counts().next([1])[0].argmax() == 2
     data = file.read_bytes()
-    for wrong in (data[:-1], b"", NGrams.count(np.full(40, V)).dump()):
+    for wrong in (data[:-1], b"", Counts.count(np.full(40, V), V + 1).dump()):
         write(file, wrong)
-        for read in (checkpoint.load_ngrams, partial(Checkpoint.read, folder)):
+        for read in (checkpoint.load_counts, partial(Checkpoint.read, folder)):
             with pytest.raises(CheckpointError, match=f"{file}: size or SHA-256 differs from manifest.json"):
                 read()
         sign(folder)
         with pytest.raises(CheckpointError, match=f"{file}: "):
-            Checkpoint.read(folder).load_ngrams()
-    os.truncate(file, 1_000_001)
+            Checkpoint.read(folder).load_counts()
+    os.truncate(file, MAX_BYTES + 1)
     sign(folder)
-    with pytest.raises(CheckpointError, match="must have at most 1,000,000 bytes, got 1,000,001"):
+    with pytest.raises(CheckpointError, match="must have at most 4,000,000 bytes, got 4,000,001"):
         Checkpoint.read(folder)
+
+
+def test_the_n_grams_of_older_versions_are_not_read(folder):
+    (folder / "ngrams.bin").write_bytes(b"anything")
+    sign(folder, "ngrams.bin")
+    assert Checkpoint.read(folder).load_counts() is None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "more"])

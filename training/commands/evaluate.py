@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import numpy as np
+
 from service.model.tokenizer import UnknownCharacterError
 from training.commands.inputs import (
     encode_files,
@@ -14,7 +16,8 @@ from training.commands.inputs import (
     unknown_options,
 )
 from training.measure.counts import baselines
-from training.measure.losses import bits, split_losses
+from training.measure.losses import bits, sampled_scores
+from training.measure.mixture import fit_mixture, mixed_loss
 from training.messages import plural
 from training.model.loading import load_model
 from training.text.files import DataError, find_texts, read_text
@@ -23,10 +26,10 @@ from training.text.records import splitting_of
 
 def command(args: argparse.Namespace) -> None:
     checkpoint, model = load_model(args)
-    records, train = checkpoint.record_end is not None, None
+    records, corpus = checkpoint.record_end is not None, None
     if args.data is None:
         corpus = training_corpus(checkpoint, args)
-        ids, train, scored = corpus.val, corpus.train, f"validation split of {corpus.name}"
+        ids, scored = corpus.val, f"validation split of {corpus.name}"
     else:
         notes: set[str] = set()
         encoder = encoder_of(checkpoint.tokenizer, **unknown_options(args))
@@ -43,8 +46,13 @@ def command(args: argparse.Namespace) -> None:
         for note in sorted(notes):
             print(note)
     print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
-    losses = split_losses(model, ids, records=records, train=train)
-    if train is not None:
-        losses |= baselines(train, ids, model.config.vocab_size, records, [(0, len(ids))])
+    scores = sampled_scores(model, ids, len(ids), records, corpus.train if corpus else None)
+    losses, counts, at = dict(scores.losses), checkpoint.load_counts(), np.arange(1, len(ids))
+    if corpus:
+        losses |= baselines(corpus.train, ids, at, counts or corpus.counts)
+    if counts and counts.is_mixed:  # a run fits the weights on its validation split
+        is_fitted = corpus is not None
+        mixed = fit_mixture(counts, ids, scores.each).loss if is_fitted else mixed_loss(counts, ids, scores.each)
+        losses["mixed"] = mixed
     for name, loss in losses.items():
         print(f"{name:<10} {loss:.4f} nats  {bits(loss):.4f} bits per character")

@@ -44,11 +44,16 @@ COMPARED = 16  # characters whose logits are compared after an export to ONNX
 
 
 def command(args: argparse.Namespace) -> None:
+    checkpoint = Checkpoint.read(find_checkpoint(args.checkpoint))
     try:
-        export(Checkpoint.read(find_checkpoint(args.checkpoint)), args.to, args.out)
+        export(checkpoint, args.to, args.out)
     except ModuleNotFoundError as error:
         raise ConfigError(f"--to {args.to} needs the package {error.name}: {installing('export')}") from None
     print(f"{args.out}: {plural(args.out.stat().st_size, 'byte')}")
+    counts, losses = checkpoint.load_counts(), checkpoint.training.get("losses", {})
+    if counts and counts.is_mixed:
+        both = f", {losses['streamed']:.4f} nats instead of {losses['mixed']:.4f}" if "mixed" in losses else ""
+        print(f"it holds the network alone, without the counts that the service mixes in{both}")
 
 
 def to_gguf(checkpoint: Checkpoint, file: Path) -> None:

@@ -14,17 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from service import BUNDLED
 from service.model.checkpoint import Checkpoint
+from service.model.counts import Counts
 from service.model.gpt import GPT, attend
 from service.text.model import TextModel
 from training.commands.sample import first_prompt
 from training.config import ConfigError
-from training.measure.counts import KneserNey
 from training.messages import plural, visible
 from training.model.loading import find_checkpoint, open_model
 from training.text.batches import WindowSampler
@@ -276,10 +277,16 @@ def show_bigram(corpus: Corpus, steps: int, seed: int) -> list[float]:
     print(f"uniform guess: ln {V} = {math.log(V):.2f} nats; the untrained table: {validation_loss(bigram, corpus):.2f}")
     print(indented(generated(bigram, corpus, seed)))
     losses = train(bigram, corpus, steps, seed)
-    counted = KneserNey(corpus.train, V, records=False, order=2).losses(corpus.val).mean()
+    counted = counted_bigrams(corpus)
     print(f"after {plural(steps, 'step')}: {validation_loss(bigram, corpus):.2f}; counting bigrams gives {counted:.2f}")
     print(indented(generated(bigram, corpus, seed)))
     return losses
+
+
+def counted_bigrams(corpus: Corpus) -> float:
+    """Return the loss of counts of bigrams, smoothed, on the validation split."""
+    counts = Counts.count(corpus.train, corpus.tokenizer.vocab_size, order=2, max_bytes=None)
+    return float(-np.log(counts.probabilities(corpus.val)[0]).mean())
 
 
 def show_means() -> None:
@@ -347,7 +354,7 @@ def show_served(corpus: Corpus, checkpoint: Checkpoint, model: GPT, seed: int) -
     print(f"{model.config.num_parameters:,} parameters" + (f": {loss:.2f}" if loss else ""), end=" ")
     print(f"(trained on {about.get('name', 'another text')})")
     its_texts = TextModel.of(checkpoint)
-    with open_model(model, its_texts, slots=1) as served:
+    with open_model(model, its_texts, slots=1, counts=checkpoint.load_counts()) as served:
         prompt = first_prompt(its_texts)
         print(indented(served.generate(prompt, max_tokens=200, seed=seed, ignore_eos=True).text))
     return loss if about.get("sha256") == corpus.sha256 else None

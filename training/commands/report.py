@@ -64,7 +64,7 @@ def command(args: argparse.Namespace) -> None:
     fields = {"prompt": "" if are_records else corpus.example_prompt, "max_tokens": args.max_tokens, "seed": args.seed}
     if args.exact:
         fields["regex"] = args.regex
-    with opened(gpt, TextModel.of(checkpoint), args) as model:
+    with opened(checkpoint, gpt, TextModel.of(checkpoint), args) as model:
         sample = sample_of(model, args, fields)
         found = examine(kept(sample, args.n), corpus, args.regex, args.check)
     print_copies(Console(highlight=False), found.columns)
@@ -157,7 +157,7 @@ def _facts(checkpoint: Checkpoint, corpus: Corpus) -> str:
 def _losses(losses: dict[str, float]) -> str:
     rows, known = [], {name: losses[name] for name in LOSSES if losses.get(name) is not None}
     for name, loss in known.items():
-        own = " class=own" if name in ("whole", "streamed", "unseen") else ""
+        own = " class=own" if name in ("whole", "streamed", "mixed", "unseen") else ""
         width = 100 * loss / max(known.values())
         bar = f'<td class=bar><div{own} style="width: {width:.1f}%"></div>'
         rows.append(

@@ -45,7 +45,7 @@ def command(args: argparse.Namespace) -> None:
     checkpoint, gpt = load_model(args)
     text = TextModel.of(checkpoint)
     encoder = encoder_of(text.tokenizer, **unknown_options(args))
-    with opened(gpt, text, args) as model:
+    with opened(checkpoint, gpt, text, args) as model:
         given = text.tokenizer.decode(run(encoder.encode(unescaped(args.prompt or ""), "prompt")))
         if not given:
             given = first_prompt(text)
@@ -63,10 +63,11 @@ def command(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def opened(gpt: GPT, text: TextModel, args: argparse.Namespace) -> Iterator[Model]:
+def opened(checkpoint: Checkpoint, gpt: GPT, text: TextModel, args: argparse.Namespace) -> Iterator[Model]:
     """Open a model for -n texts. Errors of requests name flags."""
     slots = MAX_RUNNING if args.exact else min(args.n, MAX_RUNNING)
-    with refusing(), open_model(gpt, text, slots, str(gpt.head.weight.device)) as model:
+    device = str(gpt.head.weight.device)
+    with refusing(), open_model(gpt, text, slots, device, checkpoint.load_counts()) as model:
         yield model
 
 

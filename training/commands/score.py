@@ -77,11 +77,12 @@ def command(args: argparse.Namespace) -> None:
     tokenizer, tally = checkpoint.tokenizer, Tally()
     separator, column, end = splitting_to_score(checkpoint, args.records)
     text = TextModel(tokenizer, end or None, checkpoint.config.receptive_field)
+    device = str(gpt.head.weight.device)
     if args.unknown_characters is None:
         can_replace = args.replacement_character is not None or tokenizer.replacement in tokenizer
         args.unknown_characters = "replace" if can_replace else "drop"
     is_ranked = args.sort or args.top is not None
-    with refusing(), open_model(gpt, text, SLOTS, str(gpt.head.weight.device)) as model:
+    with refusing(), open_model(gpt, text, SLOTS, device, checkpoint.load_counts()) as model:
         with show_progress(args.data, among_rows=not is_ranked) as advance:
             lines = read_records(args.data, separator, column)
             rows = score_lines(model, tokenizer, lines, unknown_options(args), tally=tally, advance=advance)

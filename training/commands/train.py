@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from training.config import SHAPE, ConfigError, TrainConfig
+from training.config import PRESETS, ConfigError, TrainConfig
 from training.fit.settings import ADAPTABLE, Settings
 from training.model.loading import find_checkpoint
 from training.run.resume import resume
@@ -44,14 +44,12 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def _for_resume(given: dict[str, Any], preset: str | None) -> dict[str, Any]:
-    """Return the settings that a resumed run is given: with a preset, its values too."""
-    if not preset:
-        return given
-    wanted = TrainConfig.from_preset(preset, **given).as_dict()
-    # The shape comes from init_from, which may be gone by now. The text may also have been too small for the preset.
-    fixed = {*SHAPE, "records", "window_stages"} if "init_from" in given else set[str]()
-    left_out = {"data", "minutes", *fixed, *ADAPTABLE}
-    return {name: value for name, value in wanted.items() if name in given or name not in left_out}
+    """Return the settings that a resumed run is given: with a preset, its values too.
+
+    A plan may have adapted some of them to the text, so these are not compared.
+    """
+    named = {name: value for name, value in PRESETS[preset].items() if name not in ADAPTABLE} if preset else {}
+    return named | given
 
 
 def refuse_both(given: dict[str, Any], preset: str | None) -> None:

@@ -22,6 +22,7 @@ from training.fit.rules import (
     TAUGHT_EPOCHS,
     TUNED_RATES,
     fill_open,
+    may_be_taught,
     regularization,
     rows_of,
     window_for,
@@ -86,15 +87,16 @@ def plan(
     parts: int = 1,
     longest_window: int | None = None,
     measure: Callable[[TrainConfig], Speed] | None = None,
+    spent: float = 0.0,
 ) -> Plan:
     """Return the plan of a run on a text.
 
     parts: batch_size must be a multiple of it. longest_window: the smallest block_size of the run's teachers.
-    measure: needed for --minutes.
+    measure: needed for --minutes. spent: seconds of the time that have passed.
     """
     if settings.requested.minutes:
         assert measure is not None
-        return _for_minutes(settings, corpus, parts, measure)
+        return _for_minutes(settings, corpus, parts, measure, spent)
     return _for_steps(settings, corpus, parts, longest_window)
 
 
@@ -136,6 +138,8 @@ def _fitted(
     trained = max(each.steps * each.tokens_per_step for each in (preset, config))
     is_small = trained > (TAUGHT_EPOCHS if config.teachers else EPOCHS) * len(corpus.train)
     wanted = fill_open(config, TUNED_RATES, adaptable) if config.init_from else config
+    if not may_be_taught(config, corpus):
+        wanted = fill_open(wanted, {"counted": 0.0}, adaptable)
     if longest_window is not None:
         wanted = fill_open(wanted, {"block_size": min(longest_window, wanted.block_size)}, adaptable)
     characters = preset.tokens_per_step
@@ -193,10 +197,12 @@ def _schedule(config: TrainConfig, corpus: Corpus, adaptable: Set[str]) -> dict[
 # For a time
 
 
-def _for_minutes(settings: Settings, corpus: Corpus, parts: int, measure: Callable[[TrainConfig], Speed]) -> Plan:
+def _for_minutes(
+    settings: Settings, corpus: Corpus, parts: int, measure: Callable[[TrainConfig], Speed], spent: float
+) -> Plan:
     """Plan by the time. What the plan measures takes from it."""
     config, adaptable, length = settings.requested, settings.open, len(corpus.train)
-    seconds = 60 * config.minutes * TRAINED_SHARE
+    seconds = max(0.0, 60 * config.minutes * TRAINED_SHARE - spent)
     config = fill_open(config, TUNED_RATES, adaptable) if config.init_from else config
     chooses_size = adaptable >= set(MODEL_SIZES) and not config.init_from
     chosen, speed = config, Speed(math.inf, math.inf)  # a larger size is no faster than the last one measured
@@ -225,6 +231,8 @@ def _for_minutes(settings: Settings, corpus: Corpus, parts: int, measure: Callab
         trained = min(EPOCHS * length, speed.trained * seconds)
     time_is_left = trained == EPOCHS * length
     chosen = fill_open(chosen, _timed_schedule(chosen, trained, speed, time_is_left), adaptable)
+    if chosen.steps < SHORT and may_be_taught(chosen, corpus):
+        chosen = fill_open(chosen, {"counted": 1.0}, adaptable)
     fitted = {name: value for name, value in chosen.as_dict().items() if name in adaptable}
     return Plan(fitted, [*_chosen_for_time(chosen, fitted, speed, time_is_left)], speed, seconds)
 
@@ -264,14 +272,14 @@ def _timed_schedule(config: TrainConfig, characters: float, speed: Speed, time_i
     others = max(60 * config.minutes - training, training * (1 / TRAINED_SHARE - 1))
     most = others * speed.evaluated  # characters in this time
     evaluations, evaluated = EVALUATIONS, max(MIN_EVALUATED, int(EVALUATED_SHARE * trained))
-    if (evaluations + 1) * evaluated > TIME_TO_EVALUATE * most:  # one more, for a remainder of steps
+    if evaluations * evaluated > TIME_TO_EVALUATE * most:
         evaluations = FEW_EVALUATIONS
-        evaluated = min(evaluated, max(1, int(TIME_TO_EVALUATE * most / (evaluations + 1))))
+        evaluated = min(evaluated, max(1, int(TIME_TO_EVALUATE * most / evaluations)))
     scored = max(1, int(TIME_TO_SCORE * most / 2))  # in windows and streamed
     return {
         "steps": steps,
         "warmup_steps": min(config.warmup_steps, steps // 4),
-        "eval_every": max(1, steps // evaluations),
+        "eval_every": -(-steps // evaluations),  # the last evaluation is at the end, whatever the remainder
         "eval_chars": evaluated,
         "score_chars": str(scored) if scored < max(MIN_SCORED, SCORED_SHARE * trained / 2) else "auto",
         "patience": PATIENCE if time_is_left else 0,

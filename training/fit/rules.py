@@ -33,11 +33,17 @@ TUNED_DROPOUT = 0.15
 MIN_STEPS = 100
 MIN_BLOCK = 4
 PATIENCE = 3  # evaluations
+MOST_TAUGHT = 1000  # symbols; counts teach no larger vocabulary, as their table would hold too short contexts
 
 
 def fill_open(config: TrainConfig, values: dict[str, Any], adaptable: Set[str]) -> TrainConfig:
     """Return the config with these values, except for settings that are not in `adaptable`."""
     return replace(config, **{name: value for name, value in values.items() if name in adaptable})
+
+
+def may_be_taught(config: TrainConfig, corpus: Corpus) -> bool:
+    """Return whether counts of the text may teach the model. Checkpoints know more than the counts predict."""
+    return not (config.init_from or config.teachers) and corpus.tokenizer.vocab_size <= MOST_TAUGHT
 
 
 def regularization(config: TrainConfig, length: int | None) -> dict[str, Any]:

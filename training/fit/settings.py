@@ -20,7 +20,7 @@ from training.config import MODEL_SIZES, TrainConfig
 
 # What a plan may set, unless the user or a checkpoint has.
 ADAPTABLE = frozenset(MODEL_SIZES) | {"dropout", "weight_decay", "block_size", "batch_size", "muon_lr", "adamw_lr"}
-ADAPTABLE |= {"steps", "warmup_steps", "eval_every", "eval_chars", "score_chars", "patience"}
+ADAPTABLE |= {"steps", "warmup_steps", "eval_every", "eval_chars", "score_chars", "patience", "counted"}
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _rare_vocabulary(subject: Subject) -> str | None:
     rare = rare_characters(corpus, RARE)
     if size - len(rare) <= 2 or 2 * len(rare) * subject.config.n_embd < RARE_SHARE * subject.num_parameters:
         return None
-    counts = dict(zip(corpus.tokenizer.characters, corpus.counts().tolist(), strict=True))
+    counts = dict(zip(corpus.tokenizer.characters, corpus.occurrences().tolist(), strict=True))
     occurrences = sum(counts[c] for c in rare)
     return (
         f"{len(rare):,} of {plural(size, 'symbol')} occur fewer than {RARE} times, "
@@ -119,7 +119,7 @@ def _rare_symbols(subject: Subject) -> str | None:
     trained = np.zeros(corpus.tokenizer.vocab_size, dtype=np.int64)
     for start in range(0, len(corpus.train), AT_MOST):  # in pieces that fit memory
         trained += np.bincount(corpus.train[start : start + AT_MOST], minlength=len(trained))
-    rare = np.flatnonzero((corpus.counts() > 0) & (trained < RARE)).tolist()
+    rare = np.flatnonzero((corpus.occurrences() > 0) & (trained < RARE)).tolist()
     if not rare:
         return None
     named = " ".join(repr(corpus.tokenizer.characters[id]) for id in rare[:MAX_NAMED])

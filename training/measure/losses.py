@@ -49,6 +49,7 @@ class Scores:
     characters: int  # number of characters scored in each of `whole` and `streamed`
     standard_error: float | None  # standard error of `whole` as an estimate for the split; None: all of it was scored
     places: list[tuple[int, int]]  # start and end of each stretch scored; its first character is only context
+    each: np.ndarray  # (T,) float32: the streamed loss of each character of the split; NaN if it was not scored
 
 
 def split_losses(
@@ -70,11 +71,12 @@ def sampled_scores(
     Records that all fit the window are scored once, because both losses are the same.
     """
     window, sums_of = model.config.block_size, fast_piece_sums(model)
+    each = np.full(len(ids), np.nan, np.float32)
     if records:
         part = beginning(ids, count)
         places = [(0, len(part))]
         starts, lengths = record_pieces(part, len(part))
-        sums = sums_of(part, starts, lengths, advance)
+        sums = sums_of(part, starts, lengths, advance, each=each)
         streamed = whole = float(sums.sum()) / int(lengths.sum())
         if lengths.max() > window:
             cut_starts, cut_lengths = record_pieces(part, window)
@@ -94,11 +96,11 @@ def sampled_scores(
         lengths = np.array([its.sum() for _, its in pieces])
         contexts = np.array([min(start, window) for start, _ in places])
         firsts = np.array([start for start, _ in places]) - contexts
-        streamed_sums = sums_of(ids, firsts, lengths + contexts, advance, contexts)
+        streamed_sums = sums_of(ids, firsts, lengths + contexts, advance, contexts, each)
         losses = {"whole": float(sums.sum()), "streamed": float(streamed_sums.sum())}
         losses = {name: total / int(lengths.sum()) for name, total in losses.items()}
     scored = int(lengths.sum())
-    return Scores(losses, scored, None if scored >= len(ids) - 1 else _standard_error(sums, lengths), places)
+    return Scores(losses, scored, None if scored >= len(ids) - 1 else _standard_error(sums, lengths), places, each)
 
 
 def _standard_error(sums: np.ndarray, lengths: np.ndarray) -> float:
@@ -177,6 +179,7 @@ def engine_sums(
     lengths: np.ndarray,
     advance: Advance = int,
     skips: np.ndarray | None = None,
+    each: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return what `piece_sums` returns. Each piece is a prompt of the service's engine, which scores it."""
     if not all(((starts + lengths) < len(ids)) | (lengths == 0)):
@@ -204,6 +207,9 @@ def engine_sums(
             if delta.finish_reason is not None:
                 logprobs = np.frombuffer(values.pop(delta.id))
                 sums[delta.id] = -logprobs.sum() if delta.finish_reason == "length" else np.nan
+                if each is not None:
+                    first = int(starts[delta.id] + skips[delta.id]) + 1
+                    each[first : first + len(logprobs)] = -logprobs
 
 
 @torch.no_grad()
@@ -214,10 +220,12 @@ def piece_sums(
     lengths: np.ndarray,
     advance: Advance = int,
     skips: np.ndarray | None = None,
+    each: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the summed loss of each piece's targets, without the first `skips` of them: (pieces,) float64.
 
-    A piece of more than BATCH_CHARS targets is scored as `streamed_loss` scores a text.
+    A piece of more than BATCH_CHARS targets is scored as `streamed_loss` scores a text. each: (T,) receives the loss of
+    each target at its place in `ids`.
     """
     assert not model.training, "dropout must be off"
     sums, first = np.zeros(len(lengths)), 0
@@ -226,14 +234,20 @@ def piece_sums(
     while first < len(order):
         start, length = int(starts[order[first]]), int(lengths[order[first]])
         if length > BATCH_CHARS:
-            sums[order[first]] = streamed_sum(model, ids[start : start + length + 1], advance, int(skips[order[first]]))
+            text, own = slice(start, start + length + 1), None if each is None else each[start : start + length + 1]
+            sums[order[first]] = streamed_sum(model, ids[text], advance, int(skips[order[first]]), own)
             first += 1
             continue
         rows = max(1, BATCH_CHARS // length)
         batch = order[first : first + rows]
         idx, targets = padded(ids, starts[batch], lengths[batch])
         targets[np.arange(targets.shape[1]) < skips[batch, None]] = IGNORED
-        sums[batch] = _losses(model(torch.from_numpy(idx.astype(np.int64)).to(model.head.weight.device)), targets)
+        losses = _losses(model(torch.from_numpy(idx.astype(np.int64)).to(model.head.weight.device)), targets)
+        sums[batch] = losses.sum(dim=1).numpy()
+        if each is not None:
+            is_target = targets != IGNORED
+            at = starts[batch, None] + 1 + np.arange(targets.shape[1])
+            each[at[is_target]] = losses.numpy()[is_target]
         advance(int((lengths - skips)[batch].sum()))
         first += rows
     return sums
@@ -244,13 +258,21 @@ def streamed_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
     return streamed_sum(model, ids, advance) / (len(ids) - 1)
 
 
-def streamed_sum(model: GPT, ids: np.ndarray, advance: Advance = int, skip: int = 0) -> float:
-    """Return the summed loss of `streamed_loss`, without the first `skip` targets, which serve only as context."""
+def streamed_sum(
+    model: GPT, ids: np.ndarray, advance: Advance = int, skip: int = 0, each: np.ndarray | None = None
+) -> float:
+    """Return the summed loss of `streamed_loss`, without the first `skip` targets, which serve only as context.
+
+    each: (T,) receives the loss of each target at its place in `ids`.
+    """
     total, scored = 0.0, 0
     for logits in streamed_logits(model, ids):
         targets = ids[scored + 1 : scored + 1 + logits.size(1)].astype(np.int64)
         targets[: max(0, skip - scored)] = IGNORED
-        total += float(_losses(logits, targets[None])[0])
+        losses, is_target = _losses(logits, targets[None])[0], targets != IGNORED
+        total += float(losses.sum())
+        if each is not None:
+            each[scored + 1 : scored + 1 + len(targets)][is_target] = losses.numpy()[is_target]
         scored += len(targets)
         advance(int((targets != IGNORED).sum()))
     return total
@@ -270,8 +292,8 @@ def streamed_logits(model: GPT, ids: np.ndarray) -> Iterator[Tensor]:
         yield model(piece.to(weight.device), CacheRows(cache, [0], [piece.size(1)]))
 
 
-def _losses(logits: Tensor, targets: np.ndarray) -> np.ndarray:
-    """Return the summed loss of each row of logits (B, T, V) against targets (B, T): (B,) float64."""
+def _losses(logits: Tensor, targets: np.ndarray) -> Tensor:
+    """Return the losses of logits (B, T, V) against targets (B, T): (B, T) float64; 0 for IGNORED targets."""
     expected = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
     losses = F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.view(expected.shape).sum(dim=1, dtype=torch.float64).cpu().numpy()
+    return losses.view(expected.shape).double().cpu()

@@ -11,6 +11,7 @@ import torch
 from service.engine.engine import Engine
 from service.local import Model
 from service.model.checkpoint import MANIFEST, Checkpoint
+from service.model.counts import Counts
 from service.model.gpt import GPT
 from service.text.model import TextModel
 from service.text.requests import MAX_ID
@@ -56,7 +57,7 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
     return checkpoint, checkpoint.load_model(pick_device(args.device))
 
 
-def open_model(model: GPT, text: TextModel, slots: int, device: str = "cpu") -> Model:
+def open_model(model: GPT, text: TextModel, slots: int, device: str = "cpu", counts: Counts | None = None) -> Model:
     """Return a model that samples and scores texts as the service does. It has its own copy of the weights."""
-    runner = checked_runner(model, slots=slots, threads=torch.get_num_threads(), device=device)
+    runner = checked_runner(model, counts, slots=slots, threads=torch.get_num_threads(), device=device)
     return Model(text, Engine(runner, max_waiting=MAX_ID, step_seconds=STEP_SECONDS))

@@ -21,6 +21,7 @@ from service.engine.runner import NONE, Piece, Report, Runner
 from service.engine.selfcheck import TOLERANCES, SelfCheckError, other_weight
 from service.model.attention import logits_of
 from service.model.checkpoint import layout
+from service.model.counts import Counts, mixed_logits
 from service.model.gpt import GPT, Block
 from service.model.params import SamplingParams
 from service.wire import floats
@@ -156,28 +157,34 @@ def refuse_other_weights(model: GPT) -> None:
         )
 
 
-def checked_runner(model: GPT, **options: Any) -> Runner:
+def checked_runner(model: GPT, counts: Counts | None = None, **options: Any) -> Runner:
     """Open a runner that computes GPT.forward: on backend torch if the default backend computes another model.
 
-    options: as for `open_runner`.
+    counts: as for `open_runner`, as are options.
     """
     with contextlib.suppress(SelfCheckError):
-        runner = open_runner(model, **options)
-        if computes(runner, model):
+        runner = open_runner(model, counts=counts, **options)
+        if computes(runner, model, counts):
             return runner
         runner.close()
-    return open_runner(model, "torch", **options)
+    return open_runner(model, "torch", counts=counts, **options)
 
 
 @torch.no_grad()
-def computes(runner: Runner, model: GPT) -> bool:
-    """Return whether a backend's logits after SERVED characters are finite and equal those of GPT.forward."""
+def computes(runner: Runner, model: GPT, counts: Counts | None = None) -> bool:
+    """Return whether a backend's logits after SERVED characters are finite and equal those of GPT.forward.
+
+    counts: those with which the runner mixes.
+    """
     V, ids = model.config.vocab_size, np.arange(SERVED, dtype=np.int32) ** 2 % model.config.vocab_size
     runner.start(0, SamplingParams(seed=0), ids.tolist())
     targets = np.append(ids[1:], np.int32(NONE))
     outcome = runner.prefill([Piece(0, ids, True, None, Report(ids=tuple(range(V))), targets)])()
     found = np.reshape(floats(outcome.reports[0].top_values), (-1, V))[:SERVED]  # log-probabilities
     exact = model(torch.from_numpy(ids[None]).long().to(model.head.weight.device))[0].double().cpu().numpy()
+    if counts is not None and counts.is_mixed:
+        experts = [counts.next(ids[: i + 1].tolist()) for i in range(SERVED)]
+        exact = mixed_logits(exact, *map(np.array, zip(*experts, strict=True)))
     difference = found - exact  # a constant in each row if both agree
     error = np.abs(difference - difference.mean(axis=1, keepdims=True)).max()
     return bool(error <= TOLERANCES[runner.dtype] * max(1.0, np.abs(exact).max()))

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from service import release
+from service.model.counts import COUNTS, Counts
 from service.model.gpt import GPT
-from service.model.ngrams import NGRAMS
 from training.config import ConfigError
 from training.folders import restore_folder
 from training.messages import resume_command
@@ -76,13 +76,24 @@ class RunFolder:
         description = self._describe({"best_val": progress.best_val_loss}, progress)
         save_checkpoint(self.path / "last", run.model, run.corpus.tokenizer, description, extra)
 
-    def save_served(self, name: str, model: GPT, losses: dict[str, float], progress: Progress | None = None) -> None:
-        """Write weights to serve. `progress`: the run's progress at these weights, by default the current one."""
+    def save_served(
+        self,
+        name: str,
+        model: GPT,
+        losses: dict[str, float],
+        progress: Progress | None = None,
+        counts: Counts | None = None,
+    ) -> None:
+        """Write weights to serve.
+
+        progress: the run's progress at these weights, by default the current one.
+        counts: with the weights of the mixture, by default without.
+        """
         if not self.is_main:
             return
         run = self.run
         description = self._describe(losses, progress or run.progress)
-        extra, dtype = {NGRAMS: run.corpus.ngrams}, run.config.weights
+        extra, dtype = {COUNTS: (counts or run.corpus.counts).dump()}, run.config.weights
         save_checkpoint(self.path / name, model, run.corpus.tokenizer, description, extra, dtype)
 
     def log(self, record: dict[str, Any]) -> None:

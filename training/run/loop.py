@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint
+from service.model.counts import MAX_COUNTED
 from service.model.gpt import GPT
 from service.text.model import TextModel
 from training.fit.warnings import warnings_of
-from training.measure.counts import MAX_COUNTED, baselines
+from training.measure.counts import baselines
 from training.measure.losses import Scores, piece_loss, sampled_scores
+from training.measure.mixture import fit_mixture
 from training.messages import plural, say
 from training.model.device import autocast
 from training.model.fused import FusedForward
@@ -102,7 +104,7 @@ def step(run: Run, save_is_due: bool = False) -> float:
     flat.extra[1:] = run.to_device(np.array(shared, dtype=np.float32))
     run.world.all_reduce_(flat.all)
     norms = flat.clip_(config.grad_clip)
-    # The only device synchronization of a step.
+    # The only device synchronization of a step, unless counts teach.
     norm, value, cpu_seconds, is_due, *are_received = torch.cat((norms[None], flat.extra)).tolist()
     run.stopped = next(itertools.compress(STOPPING, are_received), None)
     run.save_is_due = bool(is_due)
@@ -130,14 +132,27 @@ def learn(run: Run, parts: list[Part], count: int) -> Tensor:
 def loss(run: Run, idx: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
     """Return the summed loss of idx (B, T) against targets (B, T), or against the teachers if the run has any.
 
-    Positions whose target is IGNORED do not count. lengths: lengths of packed rows, an argument of FusedForward.
+    With `counted`, the counts' predictions replace a share of each target. Positions whose target is IGNORED do not
+    count. lengths: lengths of packed rows, an argument of FusedForward.
     """
     with autocast(run.config):
         logits = run.forward(idx, *lengths)  # (B, T, V)
-    if run.teachers:
-        expected = run.teachers(idx, *lengths) * (targets != IGNORED)[..., None]  # (B, T, V)
-        return F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(0, 1), reduction="sum")
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    logits, ids, is_scored = logits.float().flatten(0, 1), targets.flatten(), targets.flatten() != IGNORED
+    if not (run.teachers or run.predictions):
+        return F.cross_entropy(logits, ids, ignore_index=IGNORED, reduction="sum")
+    expected = predicted = run.teachers(idx, *lengths).flatten(0, 1) if run.teachers else None  # (B·T, V)
+    if run.predictions:
+        share = run.config.counted_at(run.progress.step)
+        ends = lengths[0].cumsum(0) if lengths else torch.arange(idx.size(1), idx.numel() + 1, idx.size(1))
+        starts = np.array([0, *ends[:-1].tolist()])
+        predicted = run.to_device(run.predictions.after(idx.flatten().cpu().numpy(), starts)).mul_(share)
+        if expected is not None:
+            predicted.add_(expected, alpha=1 - share)
+        else:  # in place, as it may be large
+            rest = torch.full_like(predicted[:, :1], 1 - share)
+            predicted.scatter_add_(1, ids.where(is_scored, 0)[:, None], rest)
+    assert predicted is not None
+    return F.cross_entropy(logits, predicted.mul_(is_scored[:, None]), reduction="sum")
 
 
 def evaluation_is_due(run: Run) -> bool:
@@ -221,11 +236,13 @@ def finish(run: Run, folder: RunFolder, console: Console) -> None:
         return
     best = Checkpoint.read(folder.path / "best").load_model(run.device)
     scores = score(run, best, console)
-    folder.scored = {"scored_characters": scores.characters}
-    losses = {**scores.losses, **counted_losses(run, folder, scores, console)}
+    mixture = fit_mixture(run.corpus.counts, run.corpus.val, scores.each)
+    losses = {**scores.losses, **counted_losses(run, folder, scores), "mixed": mixture.loss}
+    folder.scored |= {"scored_characters": scores.characters}
     if scores.standard_error is not None:
         folder.scored["standard_error"] = scores.standard_error
-    folder.save_served("best", best, losses, run.progress.at_best)
+    counts = mixture.counts if run.config.mixed else None
+    folder.save_served("best", best, losses, run.progress.at_best, counts)
     speed = Estimate(run).speed()
     folder.log({"event": "end", "step": run.progress.step, **losses, **folder.scored, **speed})
     folder.draw()
@@ -244,15 +261,12 @@ def score(run: Run, model: GPT, console: Console) -> Scores:
     return scores
 
 
-def counted_losses(run: Run, folder: RunFolder, scores: Scores, console: Console) -> dict[str, float]:
+def counted_losses(run: Run, folder: RunFolder, scores: Scores) -> dict[str, float]:
     """Return the losses of the baselines on the characters scored."""
     corpus = run.corpus
     if MAX_COUNTED < len(corpus.train):
         folder.scored["counted_characters"] = MAX_COUNTED
-        trained = plural(len(corpus.train), "training character")
-        say(console, f"counting n-grams in a sample: {MAX_COUNTED:,} of {trained}")
-    is_split = corpus.records is not None
-    return baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size, is_split, scores.places)
+    return baselines(corpus.train, corpus.val, np.flatnonzero(~np.isnan(scores.each)), corpus.counts)
 
 
 def introduction(run: Run) -> Iterator[str]:

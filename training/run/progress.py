@@ -15,8 +15,8 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from service.model.counts import ORDER
 from training.config import TrainConfig
-from training.measure.counts import ORDER
 from training.measure.losses import Scores, bits
 from training.messages import plural, say
 from training.run.log import read_log
@@ -32,6 +32,7 @@ LOSSES = {  # losses in the final report, each with a description of its predict
     "kneser_ney": f"counting up to {ORDER} characters in a row",
     "whole": "this model, in windows",
     "streamed": "this model, streamed",
+    "mixed": "this model mixed with the counts, streamed",
     "unseen": "this model, records not in the training split too",
 }
 BASELINES = ("uniform", "unigram", "bigram", "kneser_ney")
@@ -128,6 +129,7 @@ def print_report(
     _print_losses(console, losses, scores, val_characters)
     if warning := verdict(losses, overfits=overfitting is not None):
         say(console, warning)
+    say(console, about_mixture(losses, config.mixed, out))
     _print_evaluations(console, evaluations, config, progress, val_characters)
     if overfitting:
         say(console, overfitting + ("" if config.patience else "; --patience stops early"))
@@ -196,6 +198,17 @@ def _print_evaluations(
         )
 
 
+def about_mixture(losses: dict[str, float], is_mixed: bool, out: Path) -> str:
+    """Return what the checkpoint does with the counts, and why."""
+    gain = losses["streamed"] - losses["mixed"]
+    change = f"{'lowers' if gain >= 0 else 'raises'} the loss by {abs(gain):.4f} nats"
+    if is_mixed:
+        return f"{out / 'best'} mixes the network with the counts, which {change}"
+    return (
+        f"{out / 'best'} is the network alone. --mixed mixes it with the counts, which {change} but improves no texts"
+    )
+
+
 def verdict(losses: dict[str, float], overfits: bool = False) -> str | None:
     """Return a warning that names a baseline if the model is no better than it, else None.
 
@@ -206,7 +219,7 @@ def verdict(losses: dict[str, float], overfits: bool = False) -> str | None:
     for name in filter(losses.__contains__, BASELINES):
         if loss >= losses[name]:
             return (
-                f"the best weights are no better than {LOSSES[name]}: {loss:.4f} nats on the validation split, {name} "
+                f"the network is no better than {LOSSES[name]}: {loss:.4f} nats on the validation split, {name} "
                 f"{losses[name]:.4f}. Train {longer}; a large model of a small text memorizes it instead, and a "
                 "validation split unlike the training split cannot be predicted"
             )

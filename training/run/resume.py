@@ -28,7 +28,7 @@ def resume(out: Path, given: Mapping[str, Any], console: Console) -> None:
 
     Settings in `given` must equal the saved ones, except those in CHANGEABLE and `data`, the paths of the text, which
     may have moved. A finished run goes on if it is given more steps, and a run that stopped early if it is given more
-    patience.
+    patience. With other settings of its report, it is scored and saved again.
 
     Raises:
         ResumeError: there is no saved run, or the settings, the machine or the text differ.
@@ -70,7 +70,7 @@ def _is_finished(saved: Saved, settings: Settings, out: Path, console: Console) 
         ResumeError: the changes allow no further step.
     """
     config, progress, changes = settings.requested, saved.progress, settings.given
-    if progress.finished and not changes.keys() & {"steps", "patience"}:
+    if progress.finished and not changes.keys() & {"steps", "patience", "mixed", "weights", "score_chars"}:
         say(
             console,
             f"{out} is already finished: step {progress.step} of {saved.config.steps}, best at step "
@@ -78,7 +78,7 @@ def _is_finished(saved: Saved, settings: Settings, out: Path, console: Console) 
             + ("; it stopped early, and goes on with a larger --patience" if progress.step < config.steps else ""),
         )
         return True
-    if progress.finished and progress.is_out_of_patience(config):
+    if progress.finished and "steps" in changes and progress.is_out_of_patience(config):
         raise ResumeError(
             f"{out} stopped at step {progress.step}, as the validation loss has not improved since step "
             f"{progress.best_step}; to go on, pass a larger --patience too, or 0"

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from service.model.gpt import GPT
+from training.config import ConfigError
 from training.fit.origin import Origin
 from training.fit.settings import Settings
+from training.measure.counts import Predictions
+from training.messages import plural
 from training.model.device import halves, training_forward
 from training.model.fused import FusedForward
 from training.model.optim import FlatGradients, Optimizers, lr_scale
@@ -46,7 +49,7 @@ def init_weights(model: GPT) -> None:
 
 
 class Run:
-    """What trains: a model, its optimizers, the sampler of its text, and how far they are.
+    """A model in training, its optimizers, the sampler of its text, and how far they are.
 
     Every process has a replica, and each takes its own rows of every batch.
 
@@ -64,6 +67,12 @@ class Run:
         self.sampler = sampler_of(corpus, config.block_size, config.seed)
         self.rows = self.sampler.rows(config.tokens_per_step)  # windows or records in a step, over all processes
         self.teachers = Teachers(config, corpus.tokenizer) if config.teachers else None
+        self.predictions = Predictions(corpus.counts) if config.counted else None
+        if self.predictions and not self.predictions.lengths:
+            raise ConfigError(
+                f"counted must be 0 for a vocabulary of {plural(corpus.tokenizer.vocab_size, 'symbol')}: the table of "
+                f"predictions has room for no contexts, got {config.counted:g}"
+            )
         torch.manual_seed(config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size))
         refuse_other_weights(self.model)

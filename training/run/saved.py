@@ -31,7 +31,7 @@ TENSORS = "state.safetensors"
 # The settings that a resumed run may change: how long it trains, and what it writes. Any other change would make it
 # another run.
 CHANGEABLE = frozenset(
-    "steps patience log_every save_seconds keep_every sample_chars score_chars weights tensorboard".split()
+    "steps patience log_every save_seconds keep_every sample_chars score_chars weights mixed tensorboard".split()
 )
 
 

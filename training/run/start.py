@@ -14,11 +14,12 @@ from pathlib import Path
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
+from service.model.counts import MAX_COUNTED
 from training.config import ConfigError, TrainConfig
 from training.fit.origin import Origin, describe_origin, inherited, load_origin, refuse_short_text
 from training.fit.plan import Speed, plan
 from training.fit.settings import Settings
-from training.messages import say
+from training.messages import plural, say
 from training.model.device import resolve_auto
 from training.run.distributed import World
 from training.run.errors import ResumeError
@@ -70,17 +71,28 @@ def _new_run(settings: Settings, out: Path, console: Console, overwrite: bool, w
     if origin:
         say(console, describe_origin(config, origin, corpus))
         refuse_short_text(config, corpus)
+    seconds = count_ngrams(corpus, console)
     windows = (Checkpoint.read(path).config.block_size for path in config.teachers)
     parts = world.size * config.accumulate
     planned = plan(
         settings, corpus, parts, min(windows, default=None),
-        lambda each: measured_speed(each, corpus, world, origin),
+        lambda each: measured_speed(each, corpus, world, origin), seconds,
     )  # fmt: skip
     for line in planned.lines:
         say(console, line)
     settings = replace(settings, fitted=planned.fitted)
     settings = replace(settings, resolved=resolve_auto(settings.requested, world.size))
     return Run(settings, corpus, world, origin)
+
+
+def count_ngrams(corpus: Corpus, console: Console) -> float:
+    """Count the n-grams of the training split, say so if it is a sample, and return the seconds that it took."""
+    began = time.monotonic()
+    if MAX_COUNTED < len(corpus.train):
+        trained = plural(len(corpus.train), "training character")
+        say(console, f"counting n-grams in a sample: {MAX_COUNTED:,} of {trained}")
+    assert corpus.counts.order  # counts on first use
+    return time.monotonic() - began
 
 
 def material_of(config: TrainConfig, checkpoint: Checkpoint | None = None) -> tuple[Corpus, Origin | None]:

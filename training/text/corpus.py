@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from service.model.ngrams import NGrams
+from service.model.counts import Counts
 from service.model.tokenizer import RECORD_SEPARATOR, UNKNOWN, CharTokenizer
 from training.folders import replacing_folder
 from training.messages import plural
@@ -136,9 +136,11 @@ class Corpus:
         return first[: length if length > 1 else EXAMPLE_CHARACTERS] or text[:1]
 
     @functools.cached_property
-    def ngrams(self) -> bytes:
-        """The content of the file of the training split's n-grams, which the service reads."""
-        return NGrams.count(self.train).dump()
+    def counts(self) -> Counts:
+        """The counts of the training split, as a checkpoint's file holds them."""
+        vocab_size = self.tokenizer.vocab_size
+        end = None if self.record_end is None else self.tokenizer.encode(self.record_end)[0]
+        return Counts.load(Counts.count(self.train, vocab_size, end=end).dump(), vocab_size)
 
     def describe(self) -> dict[str, Any]:
         characters, occurrences = self.replaced
@@ -160,7 +162,7 @@ class Corpus:
         assert self.record_end is not None
         return self.tokenizer.decode_array(split)[1:].removesuffix(self.record_end).split(self.record_end)
 
-    def counts(self) -> np.ndarray:
+    def occurrences(self) -> np.ndarray:
         """Count the occurrences of each id: (vocab_size,) int64."""
         total = np.zeros(self.tokenizer.vocab_size, np.int64)
         for start in range(0, len(self.ids), CHUNK_BYTES):  # in pieces that fit memory
@@ -257,7 +259,7 @@ def rare_characters(corpus: Corpus, min_count: int) -> set[str]:
     """Return the characters that occur fewer than `min_count` times, except line breaks, ends of records and U+FFFD."""
     if min_count <= 1:
         return set()
-    counts = corpus.counts()
+    counts = corpus.occurrences()
     characters = corpus.tokenizer.characters
     return {characters[id] for id in np.flatnonzero(counts < min_count)} - {"\n", UNKNOWN, corpus.record_end}
 
@@ -271,7 +273,7 @@ def _without_rare(corpus: Corpus, min_count: int) -> Corpus:
     characters = set(corpus.tokenizer.characters)
     kept = characters - rare_characters(corpus, min_count)
     if len(kept - {UNKNOWN}) < 2:
-        counts = dict(zip(corpus.tokenizer.characters, corpus.counts().tolist(), strict=True))
+        counts = dict(zip(corpus.tokenizer.characters, corpus.occurrences().tolist(), strict=True))
         counts |= {UNKNOWN: 1} | {c: len(corpus.ids) for c in ("\n", corpus.record_end or "\n") if c in counts}
         most = sorted(counts.values())[-2]
         raise DataError(
@@ -297,7 +299,7 @@ def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
     dtype = id_dtype(tokenizer.vocab_size)
     lacking = [c not in tokenizer for c in corpus.tokenizer.characters]
     if any(lacking) and tokenizer.unknown_id is not None:
-        occurrences = int(corpus.counts()[lacking].sum())
+        occurrences = int(corpus.occurrences()[lacking].sum())
         note = (
             f"{plural(sum(lacking), 'rare symbol')} with {plural(occurrences, 'occurrence')}, "
             f"{1e6 * occurrences / len(corpus.ids):.3g} per million characters, became the unknown symbol, U+FFFD"

@@ -9,13 +9,12 @@ extern "C" {
 struct ChargptParams {
   double temperature, top_p, log_min_p, typical_p, repetition, presence, frequency;
   uint64_t seed;
-  int64_t top_k, position, num_biased, num_seen, num_written, num_ends, num_recent;  // position: of the first id
+  int64_t top_k, position, num_biased, num_seen, num_written, num_ends;  // position: of the first id
   const int32_t* biased;  // (num_biased,) ids
   const double* bias;     // (num_biased,)
   const int32_t* seen;    // (num_seen,) ids of the prompt; only where a penalty needs them
   const int32_t* written; // (num_written,) ids that were chosen before
   const int32_t* ends;    // (num_ends,) ids after which no more is chosen in a call
-  const int32_t* recent;  // (num_recent,) the last ids before the first choice, by which the first guess is made
 };
 
 // A sequence's place in a pattern: an automaton as in constrain/automaton.py.
@@ -35,6 +34,7 @@ struct ChargptItem {
   int32_t steps;              // ids to choose after them
   int32_t alternatives;       // reported beside each log-probability
   const int32_t* ids;         // (count,)
+  const int32_t* before;      // (7,) the last ids before them, the newest last; −1: the text begins later
   const int32_t* targets;     // (count,) the id after each, to be reported; −1: not to be; null: none is
   const ChargptGuide* guide;  // null: any id may be chosen
   int32_t* chosen;            // (steps,); those after one of `ends`, or with which a guide ends, are left as they are
@@ -50,11 +50,18 @@ struct ChargptConfig {
   int32_t dtype, is_half;  // 0 fp32, 1 fp64, 2 fp32 without fp16 in store; weights stored as fp16
   double norm_eps;
   const double* frequencies;  // (head_dim / 2,) radians per position
-  // The tree of service/model/ngrams.py; num_ngrams is 0 without one.
-  int64_t num_ngrams;
-  const uint16_t* ngram_ids;     // (num_ngrams,)
-  const uint8_t* ngram_shares;   // (num_ngrams,)
-  const int32_t* ngram_children; // (num_ngrams + 1,) the first child of each
+  // The tree of service/model/counts.py; counts_order is 0 without one. N contexts, E followers.
+  int64_t counts_order, num_contexts;
+  const double* mixture_weights;  // (counts_order, 256) by the length of the longest context, and the code of its rest
+  const double* base;             // (V,)
+  const double* rest_codes;       // (256,)
+  const double* share_codes;      // (256,)
+  const int32_t* first_child;     // (N + 1,)
+  const int32_t* first_follower;  // (N + 1,)
+  const int32_t* older;           // (N,)
+  const uint8_t* rests;           // (N,) codes
+  const int32_t* follower_ids;    // (E,)
+  const uint8_t* shares;          // (E,) codes
 };
 
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "counts.h"
 #include "guesses.h"
 #include "net.h"
 #include "sampler.h"
@@ -19,7 +20,7 @@
 namespace {
 
 constexpr int MOST_GUESSES = 4;   // of a batch: with more, rows cost more than reading the weights again
-constexpr double WORTH_IT = 0.5;  // certainty from which a further row takes less time than it saves
+constexpr double WORTH_IT = 0.6;  // certainty from which a further row takes less time than it saves
 constexpr int TOGETHER = 8;       // sequences that take all their steps before the next ones begin
 
 // The state of a slot, beside its cache.
@@ -27,7 +28,7 @@ struct Slot {
   Sampler sampler;
   int64_t position = 0;  // characters that have run
   int32_t last = NONE;   // the id that was chosen last
-  std::array<int32_t, NGrams::ORDER> recent;  // the last ids, those of the prompt included, for guesses
+  Counts::History recent;  // the last ids, those of the prompt included
   Repetitions repetitions;
   std::vector<int32_t> ends;
 
@@ -42,8 +43,6 @@ struct Progress {
   int rows = 0;                               // in the batch
   std::array<int32_t, MOST_GUESSES> guess{};  // the ids of its last rows
   int guessed = 0, kept = 0;                  // number of guesses; the index in Batch::kept of what they overwrite
-  NGrams::Places places{};                    // of the slot's recent ids
-  bool has_places = false;
   bool goes_on = true;
 };
 
@@ -55,9 +54,9 @@ inline int64_t rows_of(const ChargptItem& item) {
 // The batches of a thread.
 template <class T, class W, class K> class Batch {
  public:
-  RARE Batch(Net<T, W, K>& net, std::vector<Slot>& slots, const NGrams& ngrams, int vocab_size)
-      : net(net), slots(slots), ngrams(ngrams), vocab_size(vocab_size), own(net.sizes), scratch(net.sizes.V),
-        weight(net.sizes.V), ids_in_order(net.sizes.V), mask(net.sizes.V),
+  RARE Batch(Net<T, W, K>& net, std::vector<Slot>& slots, const Counts& counts, int vocab_size)
+      : net(net), slots(slots), counts(counts), vocab_size(vocab_size), own(net.sizes), scratch(net.sizes.V),
+        weight(net.sizes.V), expected(net.sizes.V), searches(BATCH), ids_in_order(net.sizes.V), mask(net.sizes.V),
         kept(MOST_GUESSES * net.cache.place_size()) {
     share.reserve(slots.size());
     active.reserve(slots.size());
@@ -91,7 +90,10 @@ template <class T, class W, class K> class Batch {
     active.clear();
     rows.clear();
     taken = 0;
-    for (const ChargptItem* item : items) active.push_back({item, Walk(item->guide)});
+    for (const ChargptItem* item : items) {
+      active.push_back({item, Walk(item->guide)});
+      if (item->count) std::copy_n(item->before, Counts::HISTORY, slots[item->slot].recent.begin());
+    }
   }
 
   // Remove finished sequences. If not `stays`, those that have run move behind those that wait.
@@ -107,7 +109,7 @@ template <class T, class W, class K> class Batch {
   // Collect the rows of the next batch. Return whether there is one.
   bool gather(bool stays) {
     rows.clear();
-    num_kept = 0;
+    num_kept = num_searches = 0;
     const int depth = MOST_GUESSES / int(std::max<size_t>(1, active.size()));  // of each
     const int limit = stays && !depth ? TOGETHER : BATCH;
     for (Progress& it : active) {
@@ -120,13 +122,18 @@ template <class T, class W, class K> class Batch {
       for (int k = 0; k < count; ++k) {
         const bool is_last = given <= k + 1;
         const bool wants = (is_last && item.steps) || (given && target_of(item, it.fed + k) >= 0);
-        rows.push_back({item.slot, given ? item.ids[it.fed + k] : s.last, s.position + k, wants});
+        if (given) append(s.recent, item.ids[it.fed + k]);
+        rows.push_back({item.slot, s.recent.back(), s.position + k, wants});
+        if (wants) searches[num_searches++].history = s.recent;
       }
       it.rows = count;
       if (depth && !given) {
         guess(it, std::min({depth, room - count, item.steps - it.chosen - 1, net.sizes.W - 1}));
         it.kept = num_kept;
+        Counts::History recent = s.recent;
         for (int k = 0; k < it.guessed; ++k) {
+          append(recent, it.guess[k]);
+          searches[num_searches++].history = recent;
           const int64_t position = s.position + it.rows++;
           rows.push_back({item.slot, it.guess[k], position, true});
           if (position >= net.sizes.W)
@@ -142,35 +149,32 @@ template <class T, class W, class K> class Batch {
   // the text, because nothing runs after it.
   void guess(Progress& it, int most) {
     const Slot& s = slots[it.item->slot];
-    const bool has_tree = !ngrams.is_empty(), repeats = may_repeat(s);
-    if (has_tree && !it.has_places) {
-      it.places = ngrams.find(s.recent.data(), int(s.recent.size()));
-      it.has_places = true;
-    }
-    NGrams::Places places = it.places;
+    const bool repeats = may_repeat(s);
     auto recent = s.recent;
     Walk walk = it.walk;
     double all_right = 1;  // certainty that this guess and those before it are right
     for (it.guessed = 0; it.guessed < most; ++it.guessed) {
       double certainty = 0;
       int32_t id = repeats ? s.repetitions.after(recent.end(), &certainty) : NONE;
-      if (id < 0 && has_tree) {
-        ngrams.logits(places, scratch.data, vocab_size);
+      if (id < 0 && !counts.is_empty()) {
+        const double share = counts.after(recent, scratch.data);
+        for (int i = 0; i < vocab_size; i += LANES<double>) store(&scratch.data[i], log_of(load(&scratch.data[i])));
         const uint8_t* allowed = walk.allow(mask.data(), vocab_size);
         double margin = 0.05;
         id = s.sampler.choose_at(it.guessed, scratch.data, weight.data, ids_in_order.data(), vocab_size, allowed,
                                  &margin);
-        certainty = (margin + 0.02) / (margin + 0.06);  // as counted in texts of tiny Shakespeare
+        // As counted in texts of tiny Shakespeare. The mixture is nearer to the counts than the network by their share.
+        margin /= std::max(1e-3, 1 - share);
+        certainty = (margin + 0.012) / (margin + 0.054);
       }
       if (id < 0 || (all_right *= certainty) < WORTH_IT || !walk.push(id) || s.is_end(id)) return;
       it.guess[it.guessed] = id;
       append(recent, id);
-      if (has_tree) places = ngrams.next(places, id);
     }
   }
 
-  // Whether guesses come from the sequence's own text, before the tree.
-  bool may_repeat(const Slot& s) const { return ngrams.is_empty() || s.sampler.p.temperature == 0; }
+  // Whether guesses come from the sequence's own text, before the counts.
+  bool may_repeat(const Slot& s) const { return counts.is_empty() || s.sampler.p.temperature == 0; }
 
   template <class Ids> static void append(Ids& recent, int32_t id) {
     std::copy(recent.begin() + 1, recent.end(), recent.begin());
@@ -179,6 +183,10 @@ template <class T, class W, class K> class Batch {
 
   // After a forward: advance each sequence by its rows, and choose its next ids if its given ids have run.
   void finish() {
+    if (counts.is_mixed()) {
+      for (int i = 0; i < num_searches; ++i) counts.begin(searches[i]);
+      for (int i = 0; i < num_searches; ++i) counts.find(searches[i]);
+    }
     int row = 0;
     const T* logits = own.logits.data;  // of the rows that want them
     for (size_t k = 0; k < taken; ++k) {
@@ -229,15 +237,22 @@ template <class T, class W, class K> class Batch {
     const ChargptItem& item = *it.item;
     Slot& s = slots[item.slot];
     double* z = scratch.data;
-    std::copy_n(logits, vocab_size, z);
+    copy(logits, z);
     const uint8_t* allowed = it.walk.allow(mask.data(), vocab_size);
     s.last = s.sampler.choose(z, weight.data, ids_in_order.data(), vocab_size, allowed);
     item.chosen[it.chosen++] = s.last;
     if (s.last >= 0) report(it, logits, s.last);
     if (may_repeat(s)) s.repetitions.learn(s.recent.end(), s.last);
     append(s.recent, s.last);
-    if (it.has_places) it.places = ngrams.next(it.places, s.last);
     return s.last >= 0 && it.walk.push(s.last) && !s.is_end(s.last) && it.chosen < item.steps;
+  }
+
+  // Copy the logits of a row to float64, mixed. z has room for whole Lanes.
+  void copy(const T* logits, double* z) {
+    std::copy_n(logits, vocab_size, z);
+    if (!counts.is_mixed()) return;
+    const double share = counts.fill(searches[(logits - own.logits.data) / net.sizes.V], expected.data);
+    Counts::mix(z, expected.data, share, vocab_size);
   }
 
   static int32_t target_of(const ChargptItem& item, int index) { return item.targets ? item.targets[index] : NONE; }
@@ -252,7 +267,7 @@ template <class T, class W, class K> class Batch {
     bool is_finite = true;
     for (int i = 0; i < V; ++i) is_finite &= std::abs(logits[i]) <= std::numeric_limits<T>::max();
     if (!is_finite) return;
-    std::copy_n(logits, V, z);
+    copy(logits, z);
     const Lanes<double> top = all(highest(z, V));
     for (int i = 0; i < V; i += LANES<double>) store(z + i, load(z + i) - top);
     Lanes<double> total = all(0.0);
@@ -275,10 +290,12 @@ template <class T, class W, class K> class Batch {
 
   Net<T, W, K>& net;
   std::vector<Slot>& slots;
-  const NGrams& ngrams;
+  const Counts& counts;
   const int vocab_size;
   Activations<T, K> own;
-  Buffer<double> scratch, weight;  // (V,)
+  Buffer<double> scratch, weight, expected;  // (V,)
+  std::vector<Counts::Search> searches;  // of the rows that want logits
+  int num_searches = 0;
   std::vector<int32_t> ids_in_order;
   std::vector<uint8_t> mask;  // (V,)
   std::vector<Progress> active;

@@ -152,6 +152,33 @@ template <class T> INLINE Lanes<T> exp_of_negative(Lanes<T> lanes) {
   return lanes;
 }
 
+// ln x for a normal x > 0, within 1 unit of the last place. x = 2^n · m, √½ ≤ m < √2; the series of ln m in
+// s = (m − 1) / (m + 1) is that of FreeBSD's e_log.c (Sun Microsystems 1993).
+INLINE Lanes<double> log_of(Lanes<double> lanes) {
+  using Int = Reg<int64_t>;
+  using E = Exp<double>;
+  constexpr double series[] = {6.666666666666735130e-01, 3.999999999940941908e-01, 2.857142874366239149e-01,
+                               2.222219843214978396e-01, 1.818357216161805012e-01, 1.531383769920937332e-01,
+                               1.479819860511658591e-01};
+  constexpr int64_t root_half = 0x3FE6A09E667F3BCD;
+  int64_t base;
+  const double value = E::shift;
+  std::memcpy(&base, &value, sizeof base);
+  EACH_PART {
+    const Int bits = (Int)lanes.part[k];
+    const Int exponent = (bits - root_half) >> E::mantissa;
+    const Reg<double> f = (Reg<double>)(bits - (exponent << E::mantissa)) - 1.0;
+    const Reg<double> n = (Reg<double>)(exponent + base) - E::shift;
+    const Reg<double> s = f / (f + 2.0), z = s * s, half = 0.5 * f * f;
+    Reg<double> y = series[6] - Reg<double>{};
+#pragma GCC unroll 6
+    for (int i = 5; i >= 0; --i) y = fma(y, z, series[i] - Reg<double>{});
+    y = fma(s, fma(y, z, half), n * E::ln2_low);
+    lanes.part[k] = n * E::ln2_high - ((half - y) - f);
+  }
+  return lanes;
+}
+
 template <class T> INLINE int padded(int n) { return (n + LANES<T> - 1) / LANES<T> * LANES<T>; }
 
 }  // namespace

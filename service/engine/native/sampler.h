@@ -103,7 +103,7 @@ struct Sampler {
     counts.assign(seen.size(), 0);
     for (int64_t i = 0; is_penalised && i < p.num_seen; ++i) seen[p.seen[i]] = 1;
     for (int64_t i = 0; is_penalised && i < p.num_written; ++i) seen[p.written[i]] = 1, counts[p.written[i]] += 1;
-    p.biased = p.seen = p.written = p.ends = p.recent = nullptr, p.bias = nullptr;
+    p.biased = p.seen = p.written = p.ends = nullptr, p.bias = nullptr;
   }
 
   // z (V) and weight (V) have room for whole Lanes; order (V) is scratch.

@@ -141,7 +141,8 @@ async function load() {
     ["network", `${config.n_layer} layers of ${config.n_head} heads, sees ${config.block_size} characters`],
     ["vocabulary", `${number([...vocabulary].length)} characters`],
     ["learned from", data.name && `${data.name}, ${data.records ? `${number(data.records)} records` : `${number(data.characters)} characters`}`],
-    ["validation loss", loss("whole")],
+    ["validation loss", (training.recipe?.mixed && loss("mixed")) || loss("whole")],
+    ["… of the network alone", training.recipe?.mixed && loss("streamed")],
     ["loss by counting pairs", loss("bigram")], // of runs before kneser_ney
     ["loss by counting", loss("kneser_ney")],
     ["checkpoint", hash.slice(0, 16)],

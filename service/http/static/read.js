@@ -54,6 +54,7 @@ on($("text"), "input", read);
 
 export function useModel({ model }, isLinked) {
   losses = Object.fromEntries(Object.entries(model.training.losses ?? {}).filter(([, loss]) => typeof loss === "number"));
+  if (model.training.recipe?.mixed && losses.mixed) losses.whole = losses.mixed; // the service means the mixture
   heldBack = model.records ? "records" : "text";
   alternatives = Math.min(8, [...model.vocabulary].length);
   if (!isLinked) editor.suggest(model.example ?? "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\nThe slings and arrows of outrageous fortune.\n");

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from service.model.checkpoint import Checkpoint
+from service.model.counts import Counts
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
 from tests.training.runs import events, flags
-from training.measure.counts import KneserNey
 from training.measure.losses import streamed_loss, whole_loss
 from training.messages import unescaped
 from training.run.saving import save_checkpoint
@@ -125,7 +125,7 @@ def test_a_run_says_what_to_expect_and_how_it_went(text, tmp_path, capsys):
     assert "overlap: 100% of the validation split's 50-grams" in output  # as the text repeats two lines
     assert "648 characters to train on: --batch-size 128 --weight-decay 0.2 --warmup-steps 4 --eval-every 2;" in output
     assert [r["step"] for r in events(out) if r["event"] == "evaluation"] == list(range(2, 17, 2))
-    assert "the best weights are no better than guessing all characters alike" in output
+    assert "the network is no better than guessing all characters alike" in output
     assert call(["train", "--resume", "--out", out, "--steps", 18]) == 0
     assert "size:" not in capsys.readouterr().err
 
@@ -207,7 +207,9 @@ def test_evaluate_prints_both_losses_of_any_text(checkpoint, text, tmp_path, out
     first, *lines = output_of("evaluate", "--checkpoint", checkpoint).splitlines()
     assert first == "validation split of text.txt: 72 characters, all but the first scored"
     ids = np.array(CharTokenizer(VOCABULARY).encode(TEXT))
-    counted = KneserNey(ids[:-72], len(VOCABULARY), records=False).losses(ids[-72:]).mean()
+    V = len(VOCABULARY)
+    counts = Counts.load(Counts.count(ids[:-72], V).dump(), V)
+    counted = -np.log(counts.probabilities(ids[-72:])[0]).mean()
     assert lines[:2] == expected(TEXT[-72:]) and [line.split()[0] for line in lines[2:]] == [
         "uniform",
         "unigram",
@@ -517,3 +519,33 @@ def test_export_refuses_unknown_formats_and_missing_packages(checkpoint, tmp_pat
     assert not (tmp_path / "model").exists()
     (checkpoint / "model.safetensors").unlink()
     assert "model.safetensors: cannot be read: No such file" in error_of(*command, "gguf")
+
+
+def test_all_commands_mean_the_mixture_of_a_run_that_mixes(tmp_path, output_of):
+    """score, sample and evaluate, against the logits of GPT.forward and the definition of the counts."""
+    out, words = tmp_path / "out", [f"{a}{b}{c}" for a in "BDGK" for b in "aeiou" for c in ("b", "dd", "lan", "rik")]
+    (tmp_path / "names.txt").write_text("\n".join(words))
+    shape = flags(steps=30, eval_every=30, sample_chars=0, n_layer=2, n_embd=16, n_head=2, n_kv_head=1, threads=1)
+    output_of("train", "--data", tmp_path / "names.txt", "--records", "--mixed", "--out", out, *shape)
+    checkpoint = Checkpoint.read(out / "best")
+    counts, tokenizer = checkpoint.load_counts(), checkpoint.tokenizer
+    assert counts.is_mixed and checkpoint.training["recipe"]["mixed"]
+    ids = tokenizer.encode("\nKalan\n")
+    logits = checkpoint.load_model()(torch.tensor([ids]))[0].double().detach().numpy()
+    nats = 0.0
+    for i, id in enumerate(ids[1:], 1):
+        p, w = counts.next(ids[:i])
+        network = np.exp(logits[i - 1] - logits[i - 1].max())
+        nats -= math.log((1 - w) * network[id] / network.sum() + w * p[id])
+    (tmp_path / "one.txt").write_text("Kalan\n")
+    [row] = output_of("score", "--checkpoint", out, "--data", tmp_path / "one.txt").splitlines()
+    assert json.loads(row)["nats"] == pytest.approx(nats, rel=1e-4)
+    texts = output_of("sample", "--checkpoint", out, "-n", 5, "--seed", 3).splitlines()
+    model = checkpoint.load_model().double()
+    for seed, text in enumerate(texts, 3):
+        record = tokenizer.decode(model.generate([ids[0]], 12, SamplingParams(seed=seed), counts)).split("\n")[0]
+        assert record in ("", text)  # `sample` draws no empty record
+    assert len(texts) == 5
+    losses = dict(line.split()[:2] for line in output_of("evaluate", "--checkpoint", out).splitlines()[1:])
+    assert float(losses["mixed"]) == pytest.approx(checkpoint.training["losses"]["mixed"], abs=1e-4)
+    assert losses["mixed"] != losses["streamed"]

@@ -300,10 +300,10 @@ def test_the_estimate_counts_streamed_text_at_its_own_speed(tmp_path, monkeypatc
     def slow(model):
         sums_of = fast_piece_sums(model)
 
-        def sums(ids, starts, lengths, advance=int, skips=None):
+        def sums(ids, starts, lengths, advance=int, skips=None, each=None):
             nonlocal now
             now += 0 if skips is None else 0.02 * (lengths - skips).sum()
-            return sums_of(ids, starts, lengths, advance, skips)
+            return sums_of(ids, starts, lengths, advance, skips, each)
 
         return sums
 

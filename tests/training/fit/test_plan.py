@@ -11,7 +11,7 @@ from service.model.checkpoint import Checkpoint
 from tests.helpers import save_random
 from tests.training.run.test_training import TEXT, call, flags
 from training.config import MIN_SCORED, SCORED_SHARE, TrainConfig
-from training.fit.plan import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, TRAINED_SHARE, Speed, plan
+from training.fit.plan import ENOUGH_FOR_DEPTH, LADDER, MOST_PARAMETERS, SHORT, TRAINED_SHARE, Speed, plan
 from training.fit.rules import EPOCHS
 from training.fit.settings import Settings
 from training.text.corpus import prepare
@@ -65,6 +65,15 @@ def test_more_minutes_give_larger_models_and_no_more_steps_than_the_time_has(cor
             assert found.speed.trained * found.seconds >= ENOUGH_FOR_DEPTH * parameters(config, corpus)
         sizes.append(parameters(config, corpus))
     assert sizes == sorted(sizes) and len(set(sizes)) >= 3
+
+
+def test_counts_teach_a_new_model_in_a_short_run_alone(corpus, tmp_path):
+    for minutes, speed in (1, 2e9), (1, 2e10), (60, 2e10):
+        config = planned(corpus, minutes, speed)[1]
+        assert config.counted == (config.steps < SHORT), (minutes, speed)
+    assert planned(corpus, 1, 2e9)[1].counted == 1.0
+    assert planned(corpus, 1, 2e9, init_from=str(tmp_path))[1].counted == 0.0
+    assert planned(corpus, 1, 2e9, counted=0.2)[1].counted == 0.2
 
 
 def test_a_text_that_is_too_short_for_the_time_ends_the_run_early(corpus, tmp_path):

@@ -1,60 +1,16 @@
-"""The counting baselines against a plain Kneser-Ney of dictionaries and loops, written from the formula."""
+"""The counts of a training split: baselines, what a network learns from, and the mixture with a network."""
 
-import itertools
 import math
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from training.measure.counts import KneserNey, baselines, discounts, sample, sort_keys
-
-
-class Reference:
-    """p(w | context) after Chen & Goodman (1999), interpolated, from n-grams in dictionaries."""
-
-    def __init__(self, sequences, vocab_size, order):
-        self.vocab_size = vocab_size
-        self.counts = [Counter() for _ in range(order + 1)]
-        before = defaultdict(set)
-        for sequence in sequences:
-            for end in range(1, len(sequence)):  # the first character is context only
-                for length in range(1, min(order, end + 1) + 1):
-                    first = end + 1 - length
-                    gram = tuple(sequence[first : end + 1])
-                    if length == order or first == 0:
-                        self.counts[length][gram] += 1
-                    else:
-                        before[gram].add(sequence[first - 1])
-        for gram, characters in before.items():
-            self.counts[len(gram)][gram] += len(characters)
-        self.following = defaultdict(set)
-        for gram in itertools.chain(*self.counts):
-            self.following[gram[:-1]].add(gram[-1])
-        self.discounts = [self.estimate(counted.values()) for counted in self.counts]
-
-    @staticmethod
-    def estimate(values):
-        n = Counter(values)
-        if n[1] == 0 or n[2] == 0:
-            return {1: 0.5, 2: 0.5, 3: 0.5}
-        y = n[1] / (n[1] + 2 * n[2])
-        if n[3] and n[4]:
-            three = {c: c - (c + 1) * y * n[c + 1] / n[c] for c in (1, 2, 3)}
-            if all(d >= 0 for d in three.values()):
-                return three
-        return {1: y, 2: y, 3: y}
-
-    def p(self, w, context):
-        lower = self.p(w, context[1:]) if context else 1 / self.vocab_size
-        counted, discount = self.counts[len(context) + 1], self.discounts[len(context) + 1]
-        following = [counted[*context, v] for v in self.following[context]]
-        if not following:
-            return lower
-        rest = sum(discount[min(c, 3)] for c in following) / sum(following)
-        own = counted[*context, w]
-        return (own - discount[min(own, 3)] if own else 0) / sum(following) + rest * lower
+from service.model.counts import Counts
+from training.measure import counts as module
+from training.measure.counts import Predictions, baselines
+from training.measure.mixture import fit_mixture, mixed_loss
 
 
 def random_ids(seed, length, symbols):
@@ -76,97 +32,81 @@ def split_of(records):
     return np.array([0] + [id for record in records for id in (*record, 0)], np.uint8)
 
 
-@pytest.mark.parametrize("order", [1, 2, 3, 6, 7])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_text_is_scored_as_the_formula_scores_it(seed, order):
-    symbols = (2, 3, 5, 9, 20, 40)[seed]
-    train = random_ids(seed, (7, 30, 300, 900, 900, 40)[seed], symbols)
-    val = random_ids(seed, 200, symbols)[50:] + random_ids(seed + 99, 50, symbols)
-    reference = Reference([train], symbols, order)
-    expected = [-math.log(reference.p(w, tuple(val[max(0, i + 1 - order) : i]))) for i, w in enumerate(val) if i]
-    model = KneserNey(np.array(train, np.uint16), symbols, records=False, order=order)
-    assert model.losses(np.array(val, np.uint8)) == pytest.approx(expected, abs=1e-9)
+def counts_of(ids, symbols, records):
+    return Counts.count(ids, symbols, end=0 if records else None)
 
 
-@pytest.mark.parametrize("order", [1, 2, 3, 6])
-@pytest.mark.parametrize("seed", range(5))
-def test_records_are_scored_as_the_formula_scores_each_alone(seed, order):
-    symbols = (2, 3, 5, 9, 30)[seed]
-    train, val = random_records(seed, 10 + 40 * seed, symbols), random_records(seed + 99, 20, symbols)
-    reference = Reference([[0, *record, 0] for record in train], symbols, order)
-    expected = []
-    for record in val:
-        text = [0, *record, 0]
-        expected += [-math.log(reference.p(w, tuple(text[max(0, i + 1 - order) : i]))) for i, w in enumerate(text) if i]
-    model = KneserNey(split_of(train), symbols, records=True, order=order)
-    assert model.losses(split_of(val)) == pytest.approx(expected, abs=1e-9)
-
-
-def test_records_of_one_character_have_no_longer_ngrams():
-    train, val = split_of([[1], [2], [1], [1]]), split_of([[1], [2, 1, 1, 2, 1, 1, 1]])
-    reference = Reference([[0, 1, 0], [0, 2, 0], [0, 1, 0], [0, 1, 0]], 3, 6)
-    expected = [-math.log(reference.p(w, c)) for w, c in ((1, (0,)), (0, (0, 1)), (2, (0,)), (1, (0, 2)))]
-    assert KneserNey(train, 3, records=True).losses(val)[:4] == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize("length", [2, 20, 200])
-def test_probabilities_sum_to_1_after_every_context(records, length):
-    symbols = 3
-    ids = split_of(random_records(1, length // 2, symbols)) if records else np.array(random_ids(1, length, symbols))
-    model = KneserNey(ids, symbols, records)
-    for size in (1, 2, 3, 5):
-        for context in itertools.product(range(symbols), repeat=size):
-            p = [math.exp(-model.losses(np.array([*context, w]))[-1]) for w in range(symbols)]
-            assert sum(p) == pytest.approx(1, abs=1e-12) and min(p) > 0
+def splits(records, symbols):
+    if records:
+        return [split_of(random_records(seed, 150, symbols)) for seed in (1, 2)]
+    return [np.array(random_ids(seed, 1000, symbols), np.uint8) for seed in (1, 2)]
 
 
 @pytest.mark.parametrize("records", [False, True])
 def test_baselines_in_chunks_equal_the_plain_losses(monkeypatch, records):
     """Also of stretches, which see the text before them as the model does."""
-    monkeypatch.setattr("training.measure.counts.SCORED_AT_ONCE", 37)
+    monkeypatch.setattr(module, "SCORED_AT_ONCE", 37)
     symbols = 12
-    if records:
-        train, val = (split_of(random_records(seed, 150, symbols)) for seed in (1, 2))
-    else:
-        train, val = (np.array(random_ids(seed, 1000, symbols), np.uint8) for seed in (1, 2))
+    train, val = splits(records, symbols)
     ones = Counter(train.tolist())
     unigram = np.array([-math.log((ones[b] + 1) / (len(train) + symbols)) for b in val[1:].tolist()])
-    kneser_ney = KneserNey(train, symbols, records).losses(val)
+    counts = counts_of(train, symbols, records)
+    kneser_ney = np.array([-math.log(counts.next(val[:i].tolist())[0][val[i]]) for i in range(1, len(val))])
     for places in ([(0, len(val))], [(0, 100)], [(0, 3), (5, 60), (200, 301)]):
-        scored = np.concatenate([np.arange(start, end - 1) for start, end in places])
-        expected = {"uniform": math.log(symbols), "unigram": unigram[scored].mean()}
-        expected["kneser_ney"] = kneser_ney[scored].mean()
-        assert baselines(train, val, symbols, records, places) == pytest.approx(expected, abs=1e-9)
+        at = np.concatenate([np.arange(start + 1, end) for start, end in places])
+        expected = {"uniform": math.log(symbols), "unigram": unigram[at - 1].mean()}
+        expected["kneser_ney"] = kneser_ney[at - 1].mean()
+        assert baselines(train, val, at, counts) == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_long_split_is_counted_in_a_sample(monkeypatch):
-    train = np.arange(1000)
-    assert sample(train, records=False) is train
-    monkeypatch.setattr("training.measure.counts.MAX_COUNTED", 100)
-    monkeypatch.setattr("training.measure.counts.PARTS", 4)
-    parts = sample(train, records=False)
-    assert parts.tolist() == [*range(25), *range(325, 350), *range(650, 675), *range(975, 1000)]
-    assert sample(train, records=True).tolist() == list(range(100))
+@pytest.mark.parametrize("table_bytes", [1 << 27, 6_000, 0])
+@pytest.mark.parametrize("records", [False, True])
+def test_predictions_are_the_distributions_of_the_counts(monkeypatch, records, table_bytes):
+    """A smaller table holds shorter contexts."""
+    monkeypatch.setattr(module, "TABLE_BYTES", table_bytes)
+    symbols = 9
+    train, val = splits(records, symbols)
+    counts = counts_of(train, symbols, records)
+    predictions = Predictions(counts)
+    length = predictions.lengths
+    assert length == 7 if table_bytes == 1 << 27 else 0 < length < 7 if table_bytes else length == 0
+    found = predictions.after(val, np.array([0]))
+    expected = [counts.next(val[max(0, i + 1 - length) : i + 1].tolist() if length else [])[0] for i in range(len(val))]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("most", [1, 5, 1 << 20, 1 << 62])
-def test_keys_of_any_size_are_sorted(most):
-    keys = np.random.default_rng(0).integers(0, most, 1000)
-    found, places = sort_keys(keys.copy(), np.arange(1000))
-    assert found.tolist() == sorted(keys.tolist()) and keys[places].tolist() == found.tolist()
+def test_predictions_see_no_text_before_the_one_that_a_character_is_in():
+    train = np.array(random_ids(3, 900, 9), np.uint8)
+    predictions, starts = Predictions(counts_of(train, 9, False)), np.array([0, 40, 41, 90])
+    alone = [predictions.after(part, np.array([0])) for part in np.split(train[:120], starts[1:])]
+    assert np.array_equal(predictions.after(train[:120], starts), np.concatenate(alone))
 
 
-def test_the_largest_vocabulary():
-    ids = [65_500 + id for id in random_ids(3, 400, 36)]
-    train, val, reference = ids[:300], ids[300:], Reference([ids[:300]], 1 << 16, 6)
-    expected = [-math.log(reference.p(w, tuple(val[max(0, i - 5) : i]))) for i, w in enumerate(val) if i]
-    model = KneserNey(np.array(train, np.uint16), 1 << 16, records=False)
-    assert model.losses(np.array(val, np.uint16)) == pytest.approx(expected, abs=1e-9)
+def test_each_half_is_scored_with_the_weights_of_the_other():
+    """The network of the first half is good, that of the second bad: weights of the same half would hide it."""
+    train, val = splits(False, 9)
+    counts = counts_of(train, 9, False)
+    p, classes = counts.probabilities(val)
+    each = np.full(len(val), np.nan, np.float32)
+    half = (len(val) - 1) // 2
+    each[1 : 1 + half], each[1 + half :] = 0.01, 6.0
+    found = fit_mixture(counts, val, each)
+    network = np.exp(-each[1:].astype(np.float64))
+    expected = 0.0
+    for own, other in ((slice(None, half), slice(half, None)), (slice(half, None), slice(None, half))):
+        w = counts.fitted(network[other], p[other], classes[other]).weights.ravel()[classes[own]]
+        expected -= np.log((1 - w) * network[own] + w * p[own]).sum()
+    assert found.loss == pytest.approx(expected / len(network))
+    assert found.loss > mixed_loss(found.counts, val, each) + 0.5
+    w = counts.fitted(network, p, classes).weights
+    assert np.array_equal(found.counts.weights, w) and w.any() and not counts.weights.any()
 
 
-def test_discounts_follow_the_counts_of_counts():
-    assert discounts(np.array([1] * 8 + [2] * 4 + [3] * 2 + [4])).tolist() == [0, 0.5, 1.25, 2.0]
-    assert discounts(np.array([1] * 8 + [2] * 4 + [5] * 9)).tolist() == [0, 0.5, 0.5, 0.5]
-    assert discounts(np.array([1] * 6 + [2] + [3] * 9 + [4])).tolist() == [0, 0.75, 0.75, 0.75]  # 2 would give −18
-    assert discounts(np.array([7, 9])).tolist() == [0, 0.5, 0.5, 0.5]
+def test_characters_that_were_not_scored_do_not_count():
+    train, val = splits(True, 12)
+    counts = counts_of(train, 12, True)
+    each = np.full(len(val), np.nan, np.float32)
+    each[5:90] = 2.0
+    found = fit_mixture(counts, val, each)
+    assert found.loss == pytest.approx(fit_mixture(counts, val[:90], each[:90]).loss)
+    assert mixed_loss(found.counts, val, each) == pytest.approx(mixed_loss(found.counts, val[:90], each[:90]))

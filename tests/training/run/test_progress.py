@@ -4,6 +4,7 @@ import io
 import json
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -13,7 +14,7 @@ from training.run.log import read_log
 from training.run.progress import ProgressView, print_report, show_forwards
 from training.run.saved import Progress
 
-LOSSES = {"uniform": 3.0, "unigram": 2.5, "kneser_ney": 2.2, "whole": 2.0, "streamed": 1.9}
+LOSSES = {"uniform": 3.0, "unigram": 2.5, "kneser_ney": 2.2, "whole": 2.0, "streamed": 1.9, "mixed": 1.8}
 
 
 def write_log(out, train, val):
@@ -32,7 +33,8 @@ def report(out, steps, losses=LOSSES, scored=5000, error=None, **changes):
     speed = {"characters_per_second": 1e4, "matmul_peak_flops": 1e11, "peak_share": 0.5}
     console = Console(record=True, width=300)
     config = TrainConfig(steps=steps, eval_every=10, **changes)
-    print_report(console, config, progress, losses, speed, out, Scores(losses, scored, error, []), 5000)
+    scores = Scores(losses, scored, error, [], np.zeros(0))
+    print_report(console, config, progress, losses, speed, out, scores, 5000)
     return console.export_text()
 
 
@@ -81,7 +83,7 @@ def test_overfitting_is_reported_only_if_training_loss_falls_and_validation_loss
         (2.7, "no better than guessing by how often each character occurs: 2.7000"),
         (
             2.3,
-            "up to 6 characters in a row: 2.3000 nats on the validation split, kneser_ney 2.2000. Train longer",
+            "up to 8 characters in a row: 2.3000 nats on the validation split, kneser_ney 2.2000. Train longer",
         ),
         (2.1, None),
     ],
@@ -90,6 +92,14 @@ def test_weights_that_are_no_better_than_a_baseline_are_reported(tmp_path, loss,
     write_log(tmp_path, {10: 2.0}, {10: loss})
     output = report(tmp_path, steps=10, losses={**LOSSES, "whole": loss, "streamed": loss + 0.1})
     assert (said in output) if said else "no better than" not in output
+
+
+def test_the_report_says_whether_the_checkpoint_mixes_and_what_that_changes(tmp_path):
+    write_log(tmp_path, {10: 2.0}, {10: 2.0})
+    alone = report(tmp_path, steps=10)
+    assert "is the network alone. --mixed mixes it with the counts, which lowers the loss by 0.1000 nats but" in alone
+    mixed = report(tmp_path, steps=10, mixed=True, losses={**LOSSES, "mixed": 1.95})
+    assert "mixes the network with the counts, which raises the loss by 0.0500 nats" in mixed
 
 
 def test_a_run_that_overfits_is_not_told_to_train_longer(tmp_path):
@@ -102,7 +112,7 @@ def test_a_run_that_overfits_is_not_told_to_train_longer(tmp_path):
 
 def test_runs_that_counted_bigrams_are_shown_as_before(tmp_path):
     write_log(tmp_path, {10: 2.0}, {10: 2.0})
-    losses = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.3, "streamed": 2.2}
+    losses = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.3, "streamed": 2.2, "mixed": 2.1}
     assert "no better than counting pairs of characters: 2.2000" in report(tmp_path, steps=10, losses=losses)
 
 
