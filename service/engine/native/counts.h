@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <random>
 #include <vector>
 
 #include "abi.h"
@@ -144,10 +145,12 @@ class Counts {
     int32_t first, count;  // of its followers
   };
 
-  // Of a context, from that of its parent.
-  static uint64_t hash(uint64_t parent, int32_t id) {
-    const uint64_t product = (parent + uint32_t(id) + 1) * 0x9E3779B97F4A7C15u;
-    return product ^ product >> 32;
+  // Of a context, from that of its parent. The key is random, so that no file can be written whose contexts collide.
+  uint64_t hash(uint64_t parent, int32_t id) const {
+    uint64_t x = (parent ^ key) + uint32_t(id);
+    x = (x ^ x >> 32) * 0x9E3779B97F4A7C15u;
+    x = (x ^ x >> 29) * 0xBF58476D1CE4E5B9u;
+    return x ^ x >> 32;
   }
 
   int order, vocab_size;  // order 0: there are no counts
@@ -156,6 +159,7 @@ class Counts {
   std::vector<double> weights;     // (order, 256): by the length of the longest context, and the code of its rest
   Buffer<Context> table;           // with linear probing
   uint64_t mask = 0;               // of places in it
+  const uint64_t key = uint64_t(std::random_device()()) << 32 | std::random_device()();
   Buffer<uint32_t> followers;      // id, and code of the share
   double rests[256], shares[256];  // by code
 };
