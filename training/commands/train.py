@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 
@@ -12,6 +12,7 @@ from training.config import PRESETS, ConfigError, TrainConfig
 from training.fit.settings import ADAPTABLE, Settings
 from training.model.loading import find_checkpoint
 from training.run.resume import resume
+from training.run.signals import StandardError
 from training.run.start import start
 
 
@@ -30,7 +31,7 @@ def command(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
     if args.resume and args.overwrite:
         raise ConfigError("--resume continues a run, --overwrite replaces it; pass only one of them")
-    console = Console(stderr=True, highlight=False)
+    console = Console(file=cast(IO[str], StandardError()), highlight=False)
     if "init_from" in given:
         given["init_from"] = str(find_checkpoint(given["init_from"]))
     if "teachers" in given:

@@ -1,13 +1,16 @@
-"""Catch the signals that end a run after a save."""
+"""Catch the signals that end a run after a save, and outlive a closed terminal until then."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 # If several arrive, the first of these counts. A closed terminal sends SIGHUP.
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -44,3 +47,35 @@ def leave_terminal() -> None:
         polled.register(descriptor, 0)
         if polled.poll(0):  # POLLHUP or POLLERR
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+class StandardError:
+    """Standard error for a console. What is written after the terminal has closed is lost.
+
+    The terminal fails before the signal arrives, so a line of progress could end the run without a save.
+    """
+
+    def write(self, text: str) -> int:
+        with self._without_terminal():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._without_terminal():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def _stream(self) -> Any:
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # rich replaces sys.stderr while it shows a bar
+
+    @contextlib.contextmanager
+    def _without_terminal(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            leave_terminal()

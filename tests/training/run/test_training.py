@@ -53,7 +53,7 @@ from training.run.folder import RunFolder, exclusive
 from training.run.resume import resume as resume_run
 from training.run.run import Run
 from training.run.saved import Saved
-from training.run.signals import catch_signals
+from training.run.signals import StandardError, catch_signals
 from training.text.batches import PACK, record_pieces, window_pieces
 from training.text.corpus import prepare, sampler_of
 
@@ -490,6 +490,25 @@ def test_a_closed_terminal_stops_a_run_after_a_save(tmp_path):
     os.close(master)
     assert process.wait() == 128 + signal.SIGHUP
     assert progress(out)["step"] >= step
+
+
+def test_a_line_that_a_closed_terminal_refuses_is_lost_and_ends_nothing(monkeypatch):
+    """The terminal fails before SIGHUP arrives: a line of progress once ended a run without a save."""
+    master, terminal = os.openpty()
+    saved = os.dup(2)
+    try:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        with open(2, "w", closefd=False) as stream:
+            monkeypatch.setattr(sys, "stderr", stream)
+            console = Console(file=StandardError())
+            console.print("before")
+            os.close(master)
+            console.print("after")
+            assert os.readlink("/proc/self/fd/2") == "/dev/null"
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def test_nohup_is_heard(tmp_path):
