@@ -28,7 +28,7 @@ from training.messages import plural
 from training.model.loading import find_checkpoint, load_model
 from training.run.curves import curves
 from training.run.log import read_log
-from training.run.progress import LOSSES, verdict
+from training.run.progress import LOSSES, overfitting_of, verdict
 from training.text.corpus import Corpus
 
 MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown on the page
@@ -94,12 +94,15 @@ def write_page(file: Path, checkpoint: Checkpoint, corpus: Corpus, found: Examin
         OSError: the file cannot be written.
     """
     records = read_log(run) if run else []
+    evaluations = {record["step"]: record for record in records if record["event"] == "evaluation"}
+    best = checkpoint.training.get("step")
+    overfits = best in evaluations and overfitting_of(evaluations, best) is not None
     title = f"Report: {corpus.name}"
     body = [
         f"<h1>{_text(corpus.name)}</h1>",
         _facts(checkpoint, corpus),
         "<h2>Losses</h2>",
-        _losses(checkpoint.training.get("losses", {})),
+        _losses(checkpoint.training.get("losses", {}), overfits),
         *(["<h2>Course</h2>", _chart(records), _course(records)] if records else []),
         "<h2>Copied or new</h2>",
         _figures(found),
@@ -154,7 +157,7 @@ def _facts(checkpoint: Checkpoint, corpus: Corpus) -> str:
     return _table(rows)
 
 
-def _losses(losses: dict[str, float]) -> str:
+def _losses(losses: dict[str, float], overfits: bool) -> str:
     rows, known = [], {name: losses[name] for name in LOSSES if losses.get(name) is not None}
     for name, loss in known.items():
         own = " class=own" if name in ("whole", "streamed", "mixed", "unseen") else ""
@@ -167,7 +170,7 @@ def _losses(losses: dict[str, float]) -> str:
         return "<p>The run has not ended: it is not compared with baselines yet."
     hint = "<p class=hint>Per character of the validation split, which was not trained on; shorter bars are better."
     table = _table(rows, ("", "", "", "nats", "bits"))
-    warning = verdict(losses) if known.keys() >= {"whole", "streamed"} else None
+    warning = verdict(losses, overfits) if known.keys() >= {"whole", "streamed"} else None
     return hint + table + (f"<p class=warning>{_text(warning[0].upper() + warning[1:])}." if warning else "")
 
 

@@ -117,6 +117,7 @@ def _for_steps(settings: Settings, corpus: Corpus, parts: int, longest_window: i
         wanted = _fitted(config, preset, corpus, adaptable, parts, longest_window)
     chosen = {name: value for name, value in wanted.as_dict().items() if name in adaptable}
     changes = {name: value for name, value in chosen.items() if value != getattr(preset, name)}
+    changes.pop("counted", None)  # follows from the vocabulary and from checkpoints, not from the text's length
     return Plan(chosen, [_chosen_for_text(corpus, changes)] if changes else [])
 
 

@@ -161,7 +161,7 @@ def _table(subject: Subject) -> str | None:
         if count and times >= TABLE_SHARE * len(lines):
             return (
                 f"the lines look like a table of {count + 1} columns, whose {name}, quotes and header are learned "
-                "too; take out the column that you want first, for example with cut or csvcut"
+                "too; --column NAME reads one column of a .csv, .tsv or .jsonl file"
             )
     return None
 

@@ -125,7 +125,7 @@ def print_report(
 ) -> None:
     """Print the losses of the best weights and of the baselines, overfitting, speed and the paths of the results."""
     evaluations = {r["step"]: r for r in read_log(out) if r["event"] == "evaluation"}
-    overfitting = _overfitting(evaluations, progress)
+    overfitting = overfitting_of(evaluations, progress.best_step)
     _print_losses(console, losses, scores, val_characters)
     if warning := verdict(losses, overfits=overfitting is not None):
         say(console, warning)
@@ -158,10 +158,13 @@ def _print_losses(console: Console, losses: dict[str, float], scores: Scores, va
         )
 
 
-def _overfitting(evaluations: dict[int, dict[str, Any]], progress: Progress) -> str | None:
-    """Return a sentence if the validation loss has risen since the best step while the training loss has fallen."""
+def overfitting_of(evaluations: dict[int, dict[str, Any]], best: int | None) -> str | None:
+    """Return a sentence if the validation loss has risen since the best step while the training loss has fallen.
+
+    evaluations: the records of the log by step.
+    """
     last = max(evaluations)
-    best = last if progress.best_step is None else progress.best_step
+    best = last if best is None else best
     val = evaluations[last]["val_loss"] - evaluations[best]["val_loss"]
     train = evaluations[last].get("mean_train_loss", math.nan) - evaluations[best].get("mean_train_loss", math.nan)
     if not (val > NOISE and train < 0):
@@ -204,9 +207,8 @@ def about_mixture(losses: dict[str, float], is_mixed: bool, out: Path) -> str:
     change = f"{'lowers' if gain >= 0 else 'raises'} the loss by {abs(gain):.4f} nats"
     if is_mixed:
         return f"{out / 'best'} mixes the network with the counts, which {change}"
-    return (
-        f"{out / 'best'} is the network alone. --mixed mixes it with the counts, which {change} but improves no texts"
-    )
+    mixing = f"--resume --mixed mixes it with the counts, which {change} but improves no texts"
+    return f"{out / 'best'} is the network alone. {mixing}"
 
 
 def verdict(losses: dict[str, float], overfits: bool = False) -> str | None:

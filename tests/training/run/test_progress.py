@@ -97,7 +97,10 @@ def test_weights_that_are_no_better_than_a_baseline_are_reported(tmp_path, loss,
 def test_the_report_says_whether_the_checkpoint_mixes_and_what_that_changes(tmp_path):
     write_log(tmp_path, {10: 2.0}, {10: 2.0})
     alone = report(tmp_path, steps=10)
-    assert "is the network alone. --mixed mixes it with the counts, which lowers the loss by 0.1000 nats but" in alone
+    assert (
+        "is the network alone. --resume --mixed mixes it with the counts, which lowers the loss by 0.1000 nats but"
+        in alone
+    )
     mixed = report(tmp_path, steps=10, mixed=True, losses={**LOSSES, "mixed": 1.95})
     assert "mixes the network with the counts, which raises the loss by 0.0500 nats" in mixed
 
