@@ -35,6 +35,7 @@ from tests.engine.test_engine import (
     uncached,
 )
 from tests.helpers import VOCABULARY, random_model
+from tests.toolbox.needs import missing
 from training.run.saving import save_checkpoint
 
 ON_CPU = ["torch"] if native.why_not() else ["native", "torch"]
@@ -195,10 +196,14 @@ def test_counts_without_weight_change_no_bit(backend, dtype):
     assert found[0] == found[1]
 
 
-needs_native = pytest.mark.skipif(ON_CPU[0] != "native", reason="the native engine is not built")
+@pytest.fixture
+def library():
+    """Where a compiler is required, a library that cannot be loaded is a failure, not a skip."""
+    if reason := native.why_not():
+        missing("compiler", f"native engine: {reason}")
 
 
-@needs_native
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_bits_of_a_mixture_depend_on_no_batch_thread_or_guess(dtype):
     model, counts = random_model(block_size=13), counts_of("text")

@@ -6,6 +6,7 @@ import argparse
 
 import numpy as np
 
+from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import UnknownCharacterError
 from training.commands.inputs import (
     encode_files,
@@ -31,20 +32,7 @@ def command(args: argparse.Namespace) -> None:
         corpus = training_corpus(checkpoint, args)
         ids, scored = corpus.val, f"validation split of {corpus.name}"
     else:
-        notes: set[str] = set()
-        encoder = encoder_of(checkpoint.tokenizer, **unknown_options(args))
-        files = find_texts(args.data, args.glob or (), args.exclude or (), notes)
-        try:
-            with refusing():
-                ids = encode_files(files, encoder, splitting_of(checkpoint))
-        except UnknownCharacterError as error:
-            count = sum(c not in checkpoint.tokenizer for text in read_text(files) for c in text)
-            many = f"one of {plural(count, 'character')} that are not; " if count > 1 else ""
-            raise DataError(f"{error}, {many}--unknown-characters drop or replace scores the rest") from None
-        scored = " ".join(args.data)
-        report_unknown(encoder.replaced, encoder.dropped)
-        for note in sorted(notes):
-            print(note)
+        ids, scored = ids_of(args, checkpoint), " ".join(args.data)
     print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
     scores = sampled_scores(model, ids, len(ids), records, corpus.train if corpus else None)
     losses, counts, at = dict(scores.losses), checkpoint.load_counts(), np.arange(1, len(ids))
@@ -56,3 +44,21 @@ def command(args: argparse.Namespace) -> None:
         losses["mixed"] = mixed
     for name, loss in losses.items():
         print(f"{name:<10} {loss:.4f} nats  {bits(loss):.4f} bits per character")
+
+
+def ids_of(args: argparse.Namespace, checkpoint: Checkpoint) -> np.ndarray:
+    """Return the ids of the text of --data, (characters,). Print notes about its files and unknown characters."""
+    notes: set[str] = set()
+    encoder = encoder_of(checkpoint.tokenizer, **unknown_options(args))
+    files = find_texts(args.data, args.glob or (), args.exclude or (), notes)
+    try:
+        with refusing():
+            ids = encode_files(files, encoder, splitting_of(checkpoint))
+    except UnknownCharacterError as error:
+        count = sum(c not in checkpoint.tokenizer for text in read_text(files) for c in text)
+        many = f"one of {plural(count, 'character')} that are not; " if count > 1 else ""
+        raise DataError(f"{error}, {many}--unknown-characters drop or replace scores the rest") from None
+    report_unknown(encoder.replaced, encoder.dropped)
+    for note in sorted(notes):
+        print(note)
+    return ids

@@ -48,7 +48,6 @@ class Scores:
     losses: dict[str, float]
     characters: int  # number of characters scored in each of `whole` and `streamed`
     standard_error: float | None  # standard error of `whole` as an estimate for the split; None: all of it was scored
-    places: list[tuple[int, int]]  # start and end of each stretch scored; its first character is only context
     each: np.ndarray  # (T,) float32: the streamed loss of each character of the split; NaN if it was not scored
 
 
@@ -74,7 +73,6 @@ def sampled_scores(
     each = np.full(len(ids), np.nan, np.float32)
     if records:
         part = beginning(ids, count)
-        places = [(0, len(part))]
         starts, lengths = record_pieces(part, len(part))
         sums = sums_of(part, starts, lengths, advance, each=each)
         streamed = whole = float(sums.sum()) / int(lengths.sum())
@@ -100,7 +98,7 @@ def sampled_scores(
         losses = {"whole": float(sums.sum()), "streamed": float(streamed_sums.sum())}
         losses = {name: total / int(lengths.sum()) for name, total in losses.items()}
     scored = int(lengths.sum())
-    return Scores(losses, scored, None if scored >= len(ids) - 1 else _standard_error(sums, lengths), places, each)
+    return Scores(losses, scored, None if scored >= len(ids) - 1 else _standard_error(sums, lengths), each)
 
 
 def _standard_error(sums: np.ndarray, lengths: np.ndarray) -> float:

@@ -33,7 +33,7 @@ def report(out, steps, losses=LOSSES, scored=5000, error=None, **changes):
     speed = {"characters_per_second": 1e4, "matmul_peak_flops": 1e11, "peak_share": 0.5}
     console = Console(record=True, width=300)
     config = TrainConfig(steps=steps, eval_every=10, **changes)
-    scores = Scores(losses, scored, error, [], np.zeros(0))
+    scores = Scores(losses, scored, error, np.zeros(0))
     print_report(console, config, progress, losses, speed, out, scores, 5000)
     return console.export_text()
 
