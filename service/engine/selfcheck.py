@@ -70,18 +70,10 @@ def check(runner: Runner, checkpoint: Checkpoint, is_short: bool = False) -> Non
     if counts is not None and counts.is_mixed:
         context = _last_context(counts)
         prompt[len(prompt) - len(context) :] = context
-    runner.start(0, SamplingParams(seed=0), prompt.tolist())
-    report, targets = Report(ids=tuple(range(config.vocab_size))), np.append(prompt[1:], np.int32(NONE))
-    first = runner.prefill([Piece(0, prompt, True, None, report, targets)])()
-    rest = runner.decode(np.array([0]), np.array([DECODED]), {}, {0: report})()
-    columns = (floats(outcome.reports[0].top_values) for outcome in (first, rest))
-    found = np.concatenate([np.reshape(column, (-1, config.vocab_size)) for column in columns])  # (T, V)
-    ids = [*prompt.tolist(), *first.ids[0].tolist(), *rest.ids[0].tolist()][: len(found)]
+        reference = functools.partial(_mixed, reference, counts)
+    ids, found = _run(runner, prompt)
     with np.errstate(all="ignore"):
         expected = reference([max(0, id) for id in ids])
-        if counts is not None and counts.is_mixed:
-            experts = [counts.next(ids[: i + 1]) for i in range(len(ids))]
-            expected = mixed_logits(expected, *map(np.array, zip(*experts, strict=True)))
     if not np.isfinite(expected).all():
         return
     with np.errstate(all="ignore"):  # centred, because log-probabilities equal logits up to a constant
@@ -96,6 +88,25 @@ def check(runner: Runner, checkpoint: Checkpoint, is_short: bool = False) -> Non
             f"log-probabilities at {int(wrong.sum())} positions, first at {int(wrong.argmax())}, differ from the "
             f"reference's by up to {float(errors.max()):.3g}; {remedy}"
         )
+
+
+def _run(runner: Runner, prompt: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Run a prompt and DECODED steps. Return the ids (T,), and the log-probabilities after each (T, V)."""
+    V = runner.config.vocab_size
+    runner.start(0, SamplingParams(seed=0), prompt.tolist())
+    report, targets = Report(ids=tuple(range(V))), np.append(prompt[1:], np.int32(NONE))
+    first = runner.prefill([Piece(0, prompt, True, None, report, targets)])()
+    rest = runner.decode(np.array([0]), np.array([DECODED]), {}, {0: report})()
+    columns = (floats(outcome.reports[0].top_values) for outcome in (first, rest))
+    found = np.concatenate([np.reshape(column, (-1, V)) for column in columns])
+    ids = [*prompt.tolist(), *first.ids[0].tolist(), *rest.ids[0].tolist()]
+    return ids[: len(found)], found
+
+
+def _mixed(forward: Forward, counts: Counts, ids: list[int]) -> np.ndarray:
+    """Return the logits of the mixture after each id, (T, V)."""
+    experts = [counts.next(ids[: i + 1]) for i in range(len(ids))]
+    return mixed_logits(forward(ids), *map(np.array, zip(*experts, strict=True)))
 
 
 def _forward_of_gpt(runner: Runner, checkpoint: Checkpoint) -> Forward:
